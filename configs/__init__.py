@@ -1,0 +1,182 @@
+"""Settings: TOML files and `--key=value`, into the flat dataclass that each script declares.
+
+    python train.py [overlay ...] [--key=value ...]
+
+`configs/train.toml` is read first and is complete: every setting, with the reason for its value. An overlay is a .toml
+file, or a folder, which means the file with the script's name in it (`configs/tiny` -> `configs/tiny/train.toml`).
+Later wins. The dataclass holds types and nothing else, so no value is written twice, and a config file never runs code.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import tomllib
+import typing
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+class UserError(Exception):
+    """What a user or a file can cause: shown as one line that says what to do, without a traceback."""
+
+
+def load(Config, script, argv=None):
+    """The settings of `script` ("train", "chat", ...) as an instance of the dataclass `Config`.
+
+    argv  the words after the script's name; None takes them from the command line
+
+    Prints the commented base file and exits for --help. Raises UserError for an unknown name (with the nearest one),
+    a value of the wrong type, and a file that is missing or is not TOML.
+    """
+    overlays, options = split_command_line(Config, sys.argv[1:] if argv is None else argv)
+    base = FOLDER / f"{script}.toml"
+    if "help" in options:
+        print(f"usage: python {script}.py [overlay.toml or folder ...] [--key=value ...]\n")
+        print(base.read_text(encoding="utf-8"), end="")
+        sys.exit(0)
+
+    values = {}
+    for path in [base, *(find_overlay(name, script) for name in overlays)]:
+        for name, value in read_toml(path).items():
+            values[name] = parse(Config, name, value, where=path)
+    for name, value in options.items():
+        values[name] = parse(Config, name, value, where=None)
+    missing = [field.name for field in dataclasses.fields(Config) if field.name not in values]
+    assert not missing, f"{base} must give every setting a value; it lacks {missing}"
+    return Config(**values)
+
+
+def save(config, path):
+    """Writes the resolved settings to `path` as TOML; `python train.py <path>` repeats the run."""
+    lines = []
+    for name, value in dataclasses.asdict(config).items():
+        # TOML's basic strings, numbers, booleans and arrays are JSON's, but for DEL, which TOML wants escaped.
+        lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f"))
+    write_text(path, "".join(lines))
+
+
+def write_text(path, text):
+    """Writes a text file so that a crash leaves the old file or the new one, never half of one."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def run(main):
+    """Calls a script's main(): what a user can cause ends in one line and exit code 1, everything else in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a console that cannot print a character must not stop a run
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def split_command_line(Config, words):
+    """([overlay, ...], {name: value as text, list or True}) from the words of a command line."""
+    overlays, options = [], {}
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            options["help"] = True
+        elif not word.startswith("-"):
+            overlays.append(word)
+        else:
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            if equals:
+                options[name] = value
+                continue
+            kind = type_of(Config, name, where=None)
+            if kind == list[str]:
+                options[name] = []
+                while words and not words[0].startswith("--"):
+                    options[name].append(words.pop(0))
+            elif kind is bool and not (words and words[0].lower() in ("true", "false")):
+                options[name] = True
+            elif words:
+                options[name] = words.pop(0)
+            else:
+                raise UserError(f"--{name} needs a value: --{name}=...")
+    return overlays, options
+
+
+def find_overlay(name, script):
+    """The TOML file that an overlay on the command line means, looked for here and beside the scripts."""
+    for path in (Path(name), FOLDER.parent / name):
+        if path.is_dir() and (path / f"{script}.toml").is_file():
+            return path / f"{script}.toml"
+        if path.is_file() and path.suffix == ".toml":
+            return path
+    path = Path(name)
+    if path.is_dir():
+        found = ", ".join(sorted(p.name for p in path.glob("*.toml"))) or "no .toml file"
+        raise UserError(f"{name} has no {script}.toml (it holds {found}); a setting is written --key=value")
+    overlays = ", ".join(sorted(f"configs/{p.parent.name}" for p in FOLDER.glob(f"*/{script}.toml")))
+    raise UserError(f"{name} is neither a .toml file nor a folder with {script}.toml; there are {overlays or 'none'}; "
+                    f"a setting is written --key=value")
+
+
+def read_toml(path):
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # -sig: Notepad may write a byte order mark
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def type_of(Config, name, where):
+    kinds = typing.get_type_hints(Config)
+    if name not in kinds:
+        nearest = difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]}?" if nearest else "--help lists them all"
+        raise UserError(f"{f'{where}: ' if where else ''}there is no setting {name}; {hint}")
+    return kinds[name]
+
+
+def parse(Config, name, value, where):
+    """`value`, from TOML or as the text of a command line, as the type that Config declares for `name`."""
+    kind = type_of(Config, name, where)
+    text = str(value).strip()
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    try:
+        if kind == list[str]:
+            value = value.split(",") if isinstance(value, str) else value
+            return [str(item) for item in value]
+        if choices:
+            return {str(choice).lower(): choice for choice in choices}[text.lower()]
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if isinstance(value, (bool, list, dict)):
+            raise ValueError
+        if kind is str:
+            return str(value)
+        number = float(text)
+        if kind is int and number != int(number):
+            raise ValueError
+        # int(text) first: a seed above 2**53 has no exact float
+        return number if kind is float else int(text) if text.lstrip("+-").isdigit() else int(number)
+    except (KeyError, ValueError, OverflowError, TypeError):
+        wanted = " or ".join(str(choice).lower() for choice in choices) or {
+            bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(kind, "a list of texts")
+        raise UserError(f"{f'{where}: ' if where else ''}{name} = {value!r} must be {wanted}") from None

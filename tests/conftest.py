@@ -1,0 +1,11 @@
+"""What every test shares: the scripts on the path, two threads, no network, and nothing written outside tmp_path."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a hub brings its own on 127.0.0.1
+os.environ.setdefault("MPLBACKEND", "Agg")
