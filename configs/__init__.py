@@ -10,6 +10,7 @@ Later wins. The dataclass holds types and nothing else, so no value is written t
 import dataclasses
 import difflib
 import json
+import math
 import os
 import sys
 import tomllib
@@ -167,12 +168,12 @@ def parse(Config, name, value, where):
             return {str(choice).lower(): choice for choice in choices}[text.lower()]
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
-        if isinstance(value, (bool, list, dict)):
-            raise ValueError
         if kind is str:
+            if isinstance(value, (bool, list, dict)):
+                raise ValueError(value)
             return str(value)
-        number = float(text)
-        if kind is int and number != int(number):
+        number = float(text)  # of True or a list it is a ValueError, too: `text` is "True"
+        if not math.isfinite(number) or kind is int and number != int(number):
             raise ValueError
         # int(text) first: a seed above 2**53 has no exact float
         return number if kind is float else int(text) if text.lstrip("+-").isdigit() else int(number)
