@@ -1,0 +1,459 @@
+"""Read what a run wrote: its picture, its summary, and how it compares with other runs and with the public reference.
+
+reads   <folder>/log.jsonl of train.py or sft.py, configs/reference_curves.csv
+writes  <folder>/curves.png for one run; compare.png in the first folder for several
+run     python curves.py out/train              redraws the picture and prints the summary
+        python curves.py out/train out/other    prints a Markdown table at equal tokens, draws the runs together
+time    about two seconds
+
+train.py calls read_log, draw, on_track and summary behind a fence: nothing here can stop a run.
+A log may be young, cut in the middle of a line, full of NaN, or written by several starts; all of it is read.
+"""
+
+import csv
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from configs import UserError, run
+
+REFERENCE = Path(__file__).parent / "configs" / "reference_curves.csv"
+GPT2_HELLASWAG = 0.2955  # OpenAI's 124M, completion style, normalised per token (hellaswag.py)
+GPT2_VAL_LOSS = 3.2924   # OpenAI's 124M on the first 100M tokens of FineWeb-Edu, as build-nanogpt measured it
+GREY, TRAIN, VALIDATION = "#8a8f98", "#7fb0de", "#d9480f"
+RUN_COLOURS = ["#1c6fba", "#d9480f", "#2b8a3e", "#7b3fa8", "#b08900", "#0b7285", "#c2255c", "#495057"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading a log
+
+
+def read_log(path):
+    """The rows of a log.jsonl (or of the folder that holds one), oldest first, as dicts.
+
+    Lines that are no JSON object, such as the last one after a power cut, are left out; if there were any,
+    the list ends with {"event": "unreadable", "lines": how many}. Raises UserError if there is no such file.
+    """
+    path = Path(path)
+    path = path / "log.jsonl" if path.is_dir() else path
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}); give the out_dir of a training run") from None
+    rows, unreadable = [], 0
+    for line in filter(str.strip, lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            unreadable += 1
+    return rows + [{"event": "unreadable", "lines": unreadable}] * (unreadable > 0)
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300  # NaN compares False
+
+
+def series(log, key):
+    """The tokens at which `key` was logged, and its values: two float arrays, sorted, NaN where it was no number.
+
+    Evaluations are logged by step only; their tokens are interpolated from the step rows. A step that was logged
+    twice (a restart went back) counts as logged last.
+    """
+    tokens_of, value_of = {0: 0}, {}
+    for row in log:
+        step = row.get("step")
+        if not is_number(step):
+            continue
+        if is_number(row.get("tokens")):
+            tokens_of[step] = row["tokens"]
+        if key in row:
+            value_of[step] = float(row[key]) if is_number(row[key]) else math.nan
+    last = max(tokens_of)
+    per_step = tokens_of[last] / last if last else settings(log).get("tokens_per_step", 1)
+    tokens_of[last + 10**9] = tokens_of[last] + per_step * 10**9  # np.interp would not go past the last point
+    known = sorted(tokens_of)
+    steps = sorted(value_of)
+    tokens = np.interp(steps, known, [tokens_of[step] for step in known])
+    return tokens, np.array([value_of[step] for step in steps], dtype=float)
+
+
+def finite(log, key):
+    """series(log, key) without the values that are NaN or infinite."""
+    tokens, values = series(log, key)
+    good = np.isfinite(values)
+    return tokens[good], values[good]
+
+
+def settings(log):
+    """What the last start line says about the run's settings; {} for a log without one."""
+    last = next((row for row in reversed(log) if row.get("event") == "start"), {})
+    return {**last, **(last["settings"] if isinstance(last.get("settings"), dict) else {})}
+
+
+def restarts(log):
+    """The tokens at which a run was started again."""
+    steps, last = [], 0
+    for row in log:
+        if row.get("event") == "start":
+            steps.append(last)
+        elif is_number(row.get("step")):
+            last = row["step"]
+    return series(log + [{"step": step, "restart": 1} for step in steps[1:]], "restart")[0]
+
+
+def made_up(log):
+    """Whether HellaSwag was the tiny world's questions, for which GPT-2's own score means nothing."""
+    return settings(log).get("hellaswag_source") == "tiny"
+
+
+def hellaswag_key(log):
+    return "hellaswag_norm" if any("hellaswag_norm" in row for row in log) else "hellaswag"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Am I on track?
+
+
+def reference():
+    """Two public runs of build-nanogpt's recipe (124M, FineWeb-Edu), averaged: tokens, val_loss, hellaswag (arrays)."""
+    with open(REFERENCE, encoding="utf-8", newline="") as file:
+        rows = [[float(row[key]) for key in ("tokens", "val_loss", "hellaswag")] for row in csv.DictReader(file)]
+    rows = np.array(rows)
+    tokens = np.unique(rows[:, 0])
+    return tokens, *(np.array([rows[rows[:, 0] == t, column].mean() for t in tokens]) for column in (1, 2))
+
+
+def comparable(log):
+    """Whether the reference means anything for this run: GPT-2 124M on FineWeb-Edu."""
+    said = settings(log)
+    shape = [said.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size")] == [12, 12, 768, 1024]
+    return shape and "fineweb_edu" in f"{said.get('data_dir')} {said.get('dataset')}".replace("-", "_").lower()
+
+
+def on_track(tokens, val_loss, hellaswag=None):
+    """One line that puts a FineWeb-Edu run of the 124M model beside the reference at the same tokens.
+
+    hellaswag is the normalised accuracy (0 to 1) or None. Returns "" where the reference has nothing to say: before
+    its first evaluation of a trained model (131M tokens), after its end (10B), or without a finite loss.
+    "behind" means a loss that the reference had with 0.7 of the tokens: a schedule that decays later may lag so far.
+    """
+    ref_tokens, ref_loss, ref_hellaswag = reference()
+    if val_loss is None or not math.isfinite(val_loss) or not ref_tokens[1] <= tokens <= ref_tokens[-1]:
+        return ""
+    there = np.interp(tokens, ref_tokens, ref_loss)
+    behind = val_loss > np.interp(0.7 * tokens, ref_tokens, ref_loss) + 0.02
+    verdict = "behind the reference" if behind else "ahead" if val_loss < there - 0.02 else "on track"
+    text = f"{verdict}: validation {val_loss:.3f} (reference at {short(tokens)} tokens {there:.3f})"
+    if hellaswag is not None and math.isfinite(hellaswag):
+        text += f", HellaSwag {hellaswag:.1%} ({np.interp(tokens, ref_tokens, ref_hellaswag):.1%})"
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# After the run
+
+
+def short(number):
+    """8390000000 -> "8.39B": three digits and a letter, for tokens and rates."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def time_and_energy(log):
+    """(hours, kWh or None, mean watts or None) of the training steps, from tokens, tok_per_s and power_w.
+
+    Evaluations, pauses and steps that a restart repeated are not in it: only what the rows themselves measured.
+    """
+    tokens, rates = series(log, "tok_per_s")
+    seconds = np.diff(tokens, prepend=0) / np.where(rates > 0, rates, np.nan)
+    watts_at, watts = finite(log, "power_w")
+    hours = float(np.nansum(seconds)) / 3600
+    if not len(watts) or not hours:
+        return hours, None, None
+    joules = float(np.nansum(seconds * np.interp(tokens, watts_at, watts)))
+    return hours, joules / 3.6e6, joules / (3600 * hours)
+
+
+def duration(hours):
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
+
+
+def count(number, thing):
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+def summary(log):
+    """A few aligned lines about a finished or unfinished run. Says nothing about what its log does not hold."""
+    tokens, losses = series(log, "loss")
+    hours, kwh, watts = time_and_energy(log)
+    last_step = max((row["step"] for row in log if is_number(row.get("step"))), default=0)
+    lines = ["run        " + ", ".join([count(last_step, "step"), f"{short(tokens[-1] if len(tokens) else 0)} tokens",
+                                        f"{duration(hours)} of training steps", count(len(restarts(log)), "restart")])]
+    rates, memory = finite(log, "tok_per_s")[1], finite(log, "mem_gb")[1]
+    if len(rates):
+        most = f", {memory.max():.2f} GB at most" if len(memory) else ""
+        lines.append(f"speed      {short(np.median(rates))} tokens/s (median){most}")
+    for name, key in (("training", "loss"), ("validation", "val_loss")):
+        where, values = finite(log, key)
+        if len(values):
+            best = values.argmin()
+            lines.append(f"{name:<11}loss {values[-1]:.4f} at the end, "
+                         f"best {values[best]:.4f} at {short(where[best])} tokens")
+    scores = finite(log, hellaswag_key(log))[1]
+    if len(scores):
+        beside = "" if made_up(log) else f" (GPT-2 124M: {GPT2_HELLASWAG:.2%})"
+        lines.append(f"HellaSwag  {scores[-1]:.2%} at the end, best {scores.max():.2%}{beside}")
+    if kwh is not None:
+        lines.append(f"energy     {kwh:.3g} kWh, {watts:.0f} W on average (the GPU alone)")
+    notes = ((int((~np.isfinite(losses)).sum()), "logged step", "with a loss that is not finite"),
+             (sum("warning" in row for row in log), "warning", "in the log"),
+             (sum(row.get("lines", 0) for row in log if row.get("event") == "unreadable"), "line",
+              "of the log could not be read"))
+    return "\n".join(lines + [f"note       {count(number, thing)} {what}" for number, thing, what in notes if number])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Comparing runs
+
+
+def labels(out_dirs):
+    """The shortest distinct names: the last folder alone, or with as many parents as it takes."""
+    parts = [Path(out_dir).resolve().parts for out_dir in out_dirs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def value_at(log, key, tokens):
+    """The value at `tokens`, on the line between its neighbours; None outside the run."""
+    where, values = finite(log, key)
+    if not len(where) or not where[0] <= tokens <= where[-1]:
+        return None
+    return float(np.interp(tokens, where, values))
+
+
+def tokens_to_reach(log, key, level):
+    """The tokens after which `key` was first at or below `level`; None if it never was."""
+    where, values = finite(log, key)
+    reached = np.flatnonzero(values <= level)
+    if not len(reached):
+        return None
+    near = slice(max(reached[0] - 1, 0), reached[0] + 1)  # the evaluation before, still above, and this one
+    return float(np.interp(-level, -values[near], where[near]))
+
+
+def compare(logs, names):
+    """A Markdown table of several runs: losses at a quarter, half ... of the tokens that all of them have seen."""
+    key = "val_loss" if all(len(finite(log, "val_loss")[0]) for log in logs) else "loss"
+    losses = [finite(log, key) for log in logs]
+    for name, (_, values) in zip(names, losses):
+        if not len(values):
+            raise UserError(f"the log of {name} holds no losses yet, so there is nothing to compare")
+    what = "validation loss" if key == "val_loss" else "training loss"
+    shared, goal = min(tokens[-1] for tokens, _ in losses), losses[0][1][-1]
+    reach = [tokens_to_reach(log, key, goal) for log in logs]
+    last = {name: [values[-1] if len(values) else None for values in found] for name, found in (
+        ("score", [finite(log, hellaswag_key(log))[1] for log in logs]), ("loss", [values for _, values in losses]))}
+    rates = [finite(log, "tok_per_s")[1] for log in logs]
+    hours, kwh, _ = zip(*map(time_and_energy, logs))
+    table = [(f"{what} at {short(part * shared)} tokens", [value_at(log, key, part * shared) for log in logs],
+              "{:.4f}".format) for part in (0.25, 0.5, 0.75, 1)] + [
+        (f"{what} at the end", last["loss"], "{:.4f}".format),
+        ("tokens in all", [tokens[-1] for tokens, _ in losses], short),
+        (f"tokens to reach {goal:.4f}", reach, lambda tokens: f"{short(tokens)} ({tokens / reach[0]:.2f}x)"),
+        ("HellaSwag at the end", last["score"], "{:.2%}".format),
+        ("tokens/s (median)", [np.median(rate) if len(rate) else None for rate in rates], short),
+        ("time in training steps", hours, duration),
+        ("kWh", kwh, "{:.3g}".format)]
+    rows = [[title] + ["-" if value is None else form(value) for value in values]
+            for title, values, form in table if any(value is not None for value in values)]
+    return markdown([["", *names]] + rows)
+
+
+def markdown(rows):
+    """A table whose columns line up, the first to the left, the others to the right; rows[0] is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["| " + " | ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]) + " |"
+             for row in rows]
+    rule = "|" + "-" * (widths[0] + 2) + "".join("|" + "-" * (w + 1) + ":" for w in widths[1:]) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The picture
+
+
+def smooth(values):
+    """A centred running mean, a hundredth of the run to each side, blind to NaN; a short run stays as it is."""
+    good, kernel = np.isfinite(values), np.ones(len(values) // 100 * 2 + 1)
+    if not len(values):
+        return values
+    total = np.convolve(np.where(good, values, 0), kernel, mode="same")
+    return total / np.where(good, np.convolve(good, kernel, mode="same"), np.nan)
+
+
+def draw(out_dirs, path):
+    """Draw one run, or several together, to the PNG `path`: losses, HellaSwag, learning rate, tokens/s over tokens.
+
+    The file appears by a rename, so a viewer never meets half of it. Needs no display.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    out_dirs = [out_dirs] if isinstance(out_dirs, (str, os.PathLike)) else list(out_dirs)
+    logs, names = [read_log(out_dir) for out_dir in out_dirs], labels(out_dirs)
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY,
+             "axes.grid": True, "grid.color": "#eceef1", "axes.titlelocation": "left", "axes.titlesize": 11,
+             "axes.titleweight": "bold", "xtick.color": "#555b64", "ytick.color": "#555b64", "legend.frameon": False}
+    with matplotlib.rc_context(style):
+        with_hellaswag = any(len(finite(log, hellaswag_key(log))[0]) for log in logs)
+        figure = Figure(figsize=(12, 7.2), dpi=130, layout="constrained")
+        top = "LLLLHH" if with_hellaswag else "LLLLLL"
+        panels = figure.subplot_mosaic([list(top), list(top), list("RRRSSS")])
+        draw_losses(panels["L"], logs, names)
+        if with_hellaswag:
+            draw_hellaswag(panels["H"], logs)
+        draw_strip(panels["R"], logs, "lr", "learning rate")
+        draw_strip(panels["S"], logs, "tok_per_s", "tokens per second")
+        end = max((tokens[-1] for log in logs for key in ("loss", "val_loss") if len(tokens := series(log, key)[0])),
+                  default=0)
+        for panel in panels.values():
+            panel.xaxis.set_major_formatter(lambda value, _: short(value))
+            panel.set_xlim(0, 1.015 * end or 1)
+        figure.suptitle(headline(logs, names, end), x=0.01, ha="left", fontsize=14)
+        path = Path(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            figure.savefig(part, format="png")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def headline(logs, names, end):
+    """The picture's title: the run and its newest figures, or which runs."""
+    if len(logs) > 1:
+        return " · ".join(names)
+    parts = [names[0], f"{short(end)} tokens"]
+    for key, form in (("loss", "training {:.3f}"), ("val_loss", "validation {:.3f}"),
+                      (hellaswag_key(logs[0]), "HellaSwag {:.1%}")):
+        values = finite(logs[0], key)[1]
+        parts += [form.format(values[-1])] if len(values) else []
+    return "   ".join(parts)
+
+
+def colours(logs):
+    """(training, validation) colours of each run: two of them for a single run, one each for several."""
+    if len(logs) == 1:
+        return [(TRAIN, VALIDATION)]
+    return [(RUN_COLOURS[i % len(RUN_COLOURS)],) * 2 for i in range(len(logs))]
+
+
+def draw_losses(panel, logs, names):
+    panel.set_title("loss, nats per token")
+    single, curves = len(logs) == 1, []
+    if any(map(comparable, logs)):
+        tokens, losses, _ = reference()
+        panel.plot(tokens, losses, color=GREY, linestyle="--", linewidth=1.2, label="reference (build-nanogpt)")
+        panel.axhline(GPT2_VAL_LOSS, color=GREY, linestyle=":", linewidth=1.2, label="GPT-2 124M")
+    for log, name, (train, validation) in zip(logs, names, colours(logs)):
+        tokens, losses = series(log, "loss")
+        if single:
+            panel.plot(tokens, losses, color=train, alpha=0.35, linewidth=0.7)
+        where, checked = finite(log, "val_loss")
+        name = (None, name) if len(where) else (name, None)
+        training, name = ("training", "validation") if single else name
+        line(panel, tokens, smooth(losses), train, training, linewidth=1.6 if single else 1, alpha=1 if single else 0.5)
+        line(panel, where, checked, validation, name)
+        curves += [(tokens, smooth(losses)), (where, checked)]
+    if single:
+        edge = {"transform": panel.get_xaxis_transform(), "linestyle": ""}
+        sick, again = tokens[~np.isfinite(losses)], restarts(logs[0])
+        for where, height, marker, colour, label in ((sick, 0.015, "|", "#c92a2a", "loss not finite"),
+                                                     (again, 0.985, "v", GREY, "restart")):
+            if len(where):
+                panel.plot(where, np.full(len(where), height), marker, color=colour, markersize=8, label=label, **edge)
+    # The fall from ln(50304) in the first steps would flatten everything that one wants to see.
+    end = max((tokens[-1] for tokens, _ in curves if len(tokens)), default=0)
+    shown = np.concatenate([losses[(tokens >= 0.03 * end) & np.isfinite(losses)] for tokens, losses in curves])
+    if len(shown):
+        pad = 0.06 * (shown.max() - shown.min()) + 0.02
+        panel.set_ylim(shown.min() - pad, shown.max() + pad)
+        panel.legend(loc="upper right")
+
+
+def draw_hellaswag(panel, logs):
+    panel.set_title("HellaSwag, normalised accuracy")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+    if any(map(comparable, logs)):
+        tokens, _, scores = reference()
+        panel.plot(tokens, scores, color=GREY, linestyle="--", linewidth=1.2)
+    for log, (_, colour) in zip(logs, colours(logs)):
+        where, scores = finite(log, hellaswag_key(log))
+        questions = finite(log, "n")[1]
+        if len(logs) == 1 and len(questions):
+            error = np.sqrt(scores * (1 - scores) / questions[-1])
+            panel.fill_between(where, scores - error, scores + error, color=colour, alpha=0.12, linewidth=0)
+        line(panel, where, scores, colour)
+    levels = [(0.25, "chance 25%", 0.98, "right")]
+    if not any(map(made_up, logs)):
+        levels.append((GPT2_HELLASWAG, f"GPT-2 124M {GPT2_HELLASWAG:.2%}", 0.02, "left"))
+    for level, text, x, side in levels:
+        panel.axhline(level, color=GREY, linestyle=":", linewidth=1.2)
+        panel.annotate(text, (x, level), xycoords=panel.get_yaxis_transform(), xytext=(0, 3), ha=side,
+                       textcoords="offset points", color="#555b64", fontsize=9)
+
+
+def draw_strip(panel, logs, key, title):
+    panel.set_title(title)
+    panel.set_xlabel("tokens")
+    panel.yaxis.set_major_formatter(lambda value, _: short(value) if value >= 1 else f"{value:.2g}")
+    highest = 0
+    for log, (_, colour) in zip(logs, colours(logs)):
+        tokens, values = series(log, key)
+        line(panel, tokens, values, RUN_COLOURS[0] if len(logs) == 1 else colour, linewidth=1.2, alpha=0.85)
+        highest = max(highest, np.nanmax(values, initial=0))
+    panel.set_ylim(0, 1.1 * highest or 1)
+
+
+def line(panel, tokens, values, colour, label=None, linewidth=1.8, alpha=1):
+    """A curve; with dots where they are few, so that a run with a single value shows it too."""
+    dots = "o" if len(tokens) < 40 else None
+    panel.plot(tokens, values, color=colour, label=label if len(tokens) else None, linewidth=linewidth, alpha=alpha,
+               marker=dots, markersize=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# By hand
+
+
+def main():
+    out_dirs = sys.argv[1:]
+    if not out_dirs or any(word.startswith("-") for word in out_dirs):
+        print(__doc__)
+        sys.exit(0 if out_dirs[:1] in (["--help"], ["-h"]) else 1)
+    logs = [read_log(out_dir) for out_dir in out_dirs]
+    folder = Path(out_dirs[0]) if Path(out_dirs[0]).is_dir() else Path(out_dirs[0]).parent
+    picture = folder / ("curves.png" if len(logs) == 1 else "compare.png")
+    print(summary(logs[0]) if len(logs) == 1 else compare(logs, labels(out_dirs)))
+    try:
+        draw(out_dirs, picture)
+    except ImportError:
+        raise UserError("the picture needs matplotlib: pip install -r requirements.txt") from None
+    print(f"\n{picture}")
+
+
+if __name__ == "__main__":
+    run(main)
