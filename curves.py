@@ -76,9 +76,9 @@ def series(log, key):
             tokens_of[step] = row["tokens"]
         if key in row:
             value_of[step] = float(row[key]) if is_number(row[key]) else math.nan
-    last = max(tokens_of)
-    per_step = tokens_of[last] / last if last else settings(log).get("tokens_per_step", 1)
-    tokens_of[last + 10**9] = tokens_of[last] + per_step * 10**9  # np.interp would not go past the last point
+    end = max(tokens_of)
+    per_step = tokens_of[end] / end if end else settings(log).get("tokens_per_step", 1)
+    tokens_of[end + 10**9] = tokens_of[end] + per_step * 10**9  # np.interp would not go past the last point
     known = sorted(tokens_of)
     steps = sorted(value_of)
     tokens = np.interp(steps, known, [tokens_of[step] for step in known])
@@ -92,20 +92,26 @@ def finite(log, key):
     return tokens[good], values[good]
 
 
+def last(log, key):
+    """The newest finite value of `key`; NaN if there is none."""
+    values = finite(log, key)[1]
+    return values[-1] if len(values) else math.nan
+
+
 def settings(log):
     """What the last start line says about the run's settings; {} for a log without one."""
-    last = next((row for row in reversed(log) if row.get("event") == "start"), {})
-    return {**last, **(last["settings"] if isinstance(last.get("settings"), dict) else {})}
+    start = next((row for row in reversed(log) if row.get("event") == "start"), {})
+    return {**start, **(start["settings"] if isinstance(start.get("settings"), dict) else {})}
 
 
 def restarts(log):
     """The tokens at which a run was started again."""
-    steps, last = [], 0
+    steps, step = [], 0
     for row in log:
         if row.get("event") == "start":
-            steps.append(last)
+            steps.append(step)
         elif is_number(row.get("step")):
-            last = row["step"]
+            step = row["step"]
     return series(log + [{"step": step, "restart": 1} for step in steps[1:]], "restart")[0]
 
 
@@ -170,18 +176,18 @@ def short(number):
 
 
 def time_and_energy(log):
-    """(hours, kWh or None, mean watts or None) of the training steps, from tokens, tok_per_s and power_w.
+    """(hours, kWh, mean watts) of the training steps, from tokens, tok_per_s and power_w; NaN without power readings.
 
     Evaluations, pauses and steps that a restart repeated are not in it: only what the rows themselves measured.
     """
     tokens, rates = series(log, "tok_per_s")
-    seconds = np.diff(tokens, prepend=0) / np.where(rates > 0, rates, np.nan)
+    seconds = np.nan_to_num(np.diff(tokens, prepend=0) / np.where(rates > 0, rates, np.nan))
+    hours = seconds.sum() / 3600
     watts_at, watts = finite(log, "power_w")
-    hours = float(np.nansum(seconds)) / 3600
     if not len(watts) or not hours:
-        return hours, None, None
-    joules = float(np.nansum(seconds * np.interp(tokens, watts_at, watts)))
-    return hours, joules / 3.6e6, joules / (3600 * hours)
+        return hours, math.nan, math.nan
+    kwh = (seconds * np.interp(tokens, watts_at, watts)).sum() / 3.6e6
+    return hours, kwh, 1000 * kwh / hours
 
 
 def duration(hours):
@@ -213,7 +219,7 @@ def summary(log):
     if len(scores):
         beside = "" if made_up(log) else f" (GPT-2 124M: {GPT2_HELLASWAG:.2%})"
         lines.append(f"HellaSwag  {scores[-1]:.2%} at the end, best {scores.max():.2%}{beside}")
-    if kwh is not None:
+    if math.isfinite(kwh):
         lines.append(f"energy     {kwh:.3g} kWh, {watts:.0f} W on average (the GPU alone)")
     notes = ((int((~np.isfinite(losses)).sum()), "logged step", "with a loss that is not finite"),
              (sum("warning" in row for row in log), "warning", "in the log"),
@@ -236,50 +242,42 @@ def labels(out_dirs):
     return names
 
 
-def value_at(log, key, tokens):
-    """The value at `tokens`, on the line between its neighbours; None outside the run."""
-    where, values = finite(log, key)
-    if not len(where) or not where[0] <= tokens <= where[-1]:
-        return None
-    return float(np.interp(tokens, where, values))
-
-
 def tokens_to_reach(log, key, level):
-    """The tokens after which `key` was first at or below `level`; None if it never was."""
+    """The tokens after which `key` was first at or below `level`; NaN if it never was."""
     where, values = finite(log, key)
     reached = np.flatnonzero(values <= level)
     if not len(reached):
-        return None
+        return math.nan
     near = slice(max(reached[0] - 1, 0), reached[0] + 1)  # the evaluation before, still above, and this one
-    return float(np.interp(-level, -values[near], where[near]))
+    return np.interp(-level, -values[near], where[near])
 
 
 def compare(logs, names):
     """A Markdown table of several runs: losses at a quarter, half ... of the tokens that all of them have seen."""
-    key = "val_loss" if all(len(finite(log, "val_loss")[0]) for log in logs) else "loss"
-    losses = [finite(log, key) for log in logs]
-    for name, (_, values) in zip(names, losses):
-        if not len(values):
+    key, what = "val_loss", "validation loss"
+    if any(math.isnan(last(log, key)) for log in logs):
+        key, what = "loss", "training loss"
+    for log, name in zip(logs, names):
+        if math.isnan(last(log, key)):
             raise UserError(f"the log of {name} holds no losses yet, so there is nothing to compare")
-    what = "validation loss" if key == "val_loss" else "training loss"
-    shared, goal = min(tokens[-1] for tokens, _ in losses), losses[0][1][-1]
+    ends = [finite(log, key)[0][-1] for log in logs]
+    goal = last(logs[0], key)
     reach = [tokens_to_reach(log, key, goal) for log in logs]
-    last = {name: [values[-1] if len(values) else None for values in found] for name, found in (
-        ("score", [finite(log, hellaswag_key(log))[1] for log in logs]), ("loss", [values for _, values in losses]))}
-    rates = [finite(log, "tok_per_s")[1] for log in logs]
+    rates = [np.median(values) if len(values := finite(log, "tok_per_s")[1]) else math.nan for log in logs]
     hours, kwh, _ = zip(*map(time_and_energy, logs))
-    table = [(f"{what} at {short(part * shared)} tokens", [value_at(log, key, part * shared) for log in logs],
-              "{:.4f}".format) for part in (0.25, 0.5, 0.75, 1)] + [
-        (f"{what} at the end", last["loss"], "{:.4f}".format),
-        ("tokens in all", [tokens[-1] for tokens, _ in losses], short),
-        (f"tokens to reach {goal:.4f}", reach, lambda tokens: f"{short(tokens)} ({tokens / reach[0]:.2f}x)"),
-        ("HellaSwag at the end", last["score"], "{:.2%}".format),
-        ("tokens/s (median)", [np.median(rate) if len(rate) else None for rate in rates], short),
-        ("time in training steps", hours, duration),
-        ("kWh", kwh, "{:.3g}".format)]
-    rows = [[title] + ["-" if value is None else form(value) for value in values]
-            for title, values, form in table if any(value is not None for value in values)]
-    return markdown([["", *names]] + rows)
+    table = [(f"{what} at {short(part * min(ends))} tokens", "{:.4f}".format,
+              [np.interp(part * min(ends), *finite(log, key), left=math.nan) for log in logs])
+             for part in (0.25, 0.5, 0.75, 1)]
+    table += [
+        (f"{what} at the end", "{:.4f}".format, [last(log, key) for log in logs]),
+        ("tokens in all", short, ends),
+        (f"tokens to reach {goal:.4f}", lambda tokens: f"{short(tokens)} ({tokens / (reach[0] or 1):.2f}x)", reach),
+        ("HellaSwag at the end", "{:.2%}".format, [last(log, hellaswag_key(log)) for log in logs]),
+        ("tokens/s (median)", short, rates),
+        ("time in training steps", duration, hours),
+        ("kWh", "{:.3g}".format, kwh)]
+    return markdown([["", *names]] + [[title] + [form(value) if math.isfinite(value) else "-" for value in values]
+                                      for title, form, values in table if np.isfinite(values).any()])
 
 
 def markdown(rows):
@@ -346,19 +344,16 @@ def headline(logs, names, end):
     """The picture's title: the run and its newest figures, or which runs."""
     if len(logs) > 1:
         return " · ".join(names)
-    parts = [names[0], f"{short(end)} tokens"]
-    for key, form in (("loss", "training {:.3f}"), ("val_loss", "validation {:.3f}"),
-                      (hellaswag_key(logs[0]), "HellaSwag {:.1%}")):
-        values = finite(logs[0], key)[1]
-        parts += [form.format(values[-1])] if len(values) else []
-    return "   ".join(parts)
+    figures = [("training {:.3f}", last(logs[0], "loss")), ("validation {:.3f}", last(logs[0], "val_loss")),
+               ("HellaSwag {:.1%}", last(logs[0], hellaswag_key(logs[0])))]
+    return "   ".join([names[0], f"{short(end)} tokens"]
+                      + [text.format(value) for text, value in figures if math.isfinite(value)])
 
 
 def colours(logs):
     """(training, validation) colours of each run: two of them for a single run, one each for several."""
-    if len(logs) == 1:
-        return [(TRAIN, VALIDATION)]
-    return [(RUN_COLOURS[i % len(RUN_COLOURS)],) * 2 for i in range(len(logs))]
+    several = [(RUN_COLOURS[i % len(RUN_COLOURS)],) * 2 for i in range(len(logs))]
+    return several if len(logs) > 1 else [(TRAIN, VALIDATION)]
 
 
 def draw_losses(panel, logs, names):
@@ -387,7 +382,7 @@ def draw_losses(panel, logs, names):
                 panel.plot(where, np.full(len(where), height), marker, color=colour, markersize=8, label=label, **edge)
     # The fall from ln(50304) in the first steps would flatten everything that one wants to see.
     end = max((tokens[-1] for tokens, _ in curves if len(tokens)), default=0)
-    shown = np.concatenate([losses[(tokens >= 0.03 * end) & np.isfinite(losses)] for tokens, losses in curves])
+    shown = np.concatenate([losses[(tokens >= 0.06 * end) & np.isfinite(losses)] for tokens, losses in curves])
     if len(shown):
         pad = 0.06 * (shown.max() - shown.min()) + 0.02
         panel.set_ylim(shown.min() - pad, shown.max() + pad)
