@@ -131,6 +131,13 @@ def render_chat(messages, reply=False):
     return ids + [ASSISTANT] if reply else ids
 
 
+def question_prompt(messages):
+    """The same conversation for a base model, which has never seen a role but many a page of questions: ids of the text
+    `Question: ... Answer:`, with the answers that there are, and a system turn on top."""
+    forms = {"system": "{}\n\n", "user": "Question: {}\nAnswer:", "assistant": " {}\n\n"}
+    return [END_OF_TEXT, *encode("".join(forms[m["role"]].format(m["content"].strip()) for m in messages))]
+
+
 def supervised(ids):
     """True for each id that the model is to learn to write: the words of every assistant turn and its <|end|>.
 
@@ -557,7 +564,8 @@ def read(model, window, cache):
 def sample(logits, seen, temperature, top_k, top_p, repetition_penalty, rng):
     """One id drawn from logits (V,), in fp32 with -inf for what may not be drawn; `seen` are the ids in the text."""
     if repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(seen)), device=logits.device)
+        # text only: after one answer <|end|> is in the text, and the next would be less likely to end
+        seen = torch.tensor(sorted({id for id in seen if id < END_OF_TEXT}), dtype=torch.long, device=logits.device)
         old = logits[seen]
         logits[seen] = torch.where(old > 0, old / repetition_penalty, old * repetition_penalty)
     if not torch.isfinite(logits.max()):
