@@ -408,7 +408,8 @@ def draw_hellaswag(panel, logs):
     for level, text, x, side in levels:
         panel.axhline(level, color=GREY, linestyle=":", linewidth=1.2)
         panel.annotate(text, (x, level), xycoords=panel.get_yaxis_transform(), xytext=(0, 3), ha=side,
-                       textcoords="offset points", color="#555b64", fontsize=9)
+                       textcoords="offset points", color="#555b64", fontsize=9, zorder=5,
+                       bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
 
 
 def draw_strip(panel, logs, key, title):
