@@ -101,8 +101,8 @@ class Chat:
 
         nth  0 for the first of several answers to the same message: each draws with its own seed
 
-        What was said until the generator is closed stays in the conversation. Raises UserError, at once or from
-        the generator, for settings or weights that give no answer; the message is then forgotten.
+        What was said until the generator is closed stays in the conversation. Raises UserError, at once or
+        from the generator, for settings or weights that give no answer; the message is then forgotten.
         """
         options, block_size = sampling(self.config, nth), self.model.config.block_size
         room = block_size - min(self.config.max_new_tokens, block_size // 2)
@@ -148,8 +148,8 @@ class Chat:
 def fit(messages, room, render):
     """(messages, number dropped, is cut): the part of a conversation that renders to at most `room` tokens.
 
-    The oldest questions go, each with its answer; the system turn and the last message stay. A last message that
-    does not fit alone is cut, as is a system turn that would leave it less than half of the room.
+    The oldest questions go, each with its answer; the system turn and the last message stay. A last message
+    that does not fit alone is cut, as is a system turn that would leave it less than half of the room.
     """
     if len(render(messages)) <= room:
         return messages, 0, False
@@ -182,7 +182,7 @@ def sampling(config, nth=0):
     if config.max_new_tokens < 1:
         raise UserError(f"max_new_tokens = {config.max_new_tokens} must be 1 or more, e.g. 256")
     if not 0 <= config.seed < 2**62:
-        raise UserError(f"seed = {config.seed} must be 0 (different each time) or a number below 2**62, e.g. 7")
+        raise UserError(f"seed = {config.seed} must be 0 (new each time) or a number below 2**62, e.g. 7")
     options = {name: getattr(config, name) for name in SETTABLE}
     return options | {"seed": config.seed + nth if config.seed else None}
 
@@ -345,8 +345,8 @@ def report(chat):
 
 def compare(config):
     """Prints a Markdown table: a row for each question, a column for each model's answer."""
-    lines = (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
-    asked = [config.prompt] if config.prompt else [line for line in lines if line.strip()]
+    questions = (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
+    asked = [config.prompt] if config.prompt else questions
     config.seed = config.seed or 1  # so that all draw with the same luck, and the table can be had again
     header, columns = ["question"], [asked]
     for name in config.compare:
@@ -359,20 +359,19 @@ def compare(config):
 
 
 def answers(chat, questions):
-    """What the model says to each; an indented question goes on in the conversation of the one above it."""
+    """What the model says to each; "and then:" goes on in the conversation of the question above."""
     texts = []
     for question in questions:
-        if not question[0].isspace():
+        if not question.startswith("and then:"):
             chat.reset()
-        text = "".join(chat.reply(question.strip())).strip()
-        texts.append(text if chat.stats["ended"] else text + " …")
+        text = "".join(chat.reply(question.removeprefix("and then:").strip())).strip()
+        texts.append(text if chat.stats["ended"] else text + " ...")
     return texts
 
 
 def cell(text):
-    """`text` as a cell of a Markdown table; an indented question gets an arrow from the one above it."""
-    text = re.sub(r"[\\|<]", r"\\\g<0>", text.translate(HIDDEN).rstrip())
-    return re.sub(r"^\s+", "↳ ", text).replace("\n", "<br>")
+    """`text` as a cell of a Markdown table."""
+    return re.sub(r"[\\|<]", r"\\\g<0>", text.translate(HIDDEN)).replace("\n", "<br>")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -387,8 +386,8 @@ def open_model(name, config):
         raise UserError(f"{name} has {model.config.vocab_size} tokens in its vocabulary; GPT-2's has 50,257")
     info, n_million = model.info, sum(p.numel() for p in model.parameters()) / 1e6
     step = f", step {info['step']:,}" if info["step"] else ""
-    return model, (f"{info['path']}: {info['kind']} model{step}, {info['date']}, {n_million:.1f}M parameters, "
-                   f"on {device.type} in {str(dtype).removeprefix('torch.')} ({why})")
+    return model, (f"{info['path']}: {info['kind']} model{step}, {info['date']}, {n_million:.1f}M weights; "
+                   f"{device.type}, {str(dtype).removeprefix('torch.')} ({why})")
 
 
 def check(config):
@@ -397,7 +396,7 @@ def check(config):
     if config.n < 1:
         raise UserError(f"n = {config.n} must be 1 or more")
     if config.n > 1 and not config.prompt and not config.complete:
-        raise UserError(f"n = {config.n} needs --prompt=... or --complete: a conversation has one answer a turn")
+        raise UserError(f"n = {config.n} needs --prompt=... or --complete: a chat has one answer a turn")
     if len(config.compare) == 1:
         raise UserError(f"--compare needs two models, as in --compare out/train/model {config.compare[0]}")
     if config.compare and (config.complete or config.n > 1):
@@ -415,10 +414,9 @@ def main():
 
     def give(text, interactive=False):
         for nth in range(config.n):
-            if nth:
-                print("---")
-            show(complete(model, text, config, nth) if config.complete else Chat(model, config).reply(text, nth),
-                 interactive)
+            print("---\n" if nth else "", end="")
+            chat = Chat(model, config)
+            show(complete(model, text, config, nth) if config.complete else chat.reply(text, nth), interactive)
 
     if config.prompt:
         return give(config.prompt)
