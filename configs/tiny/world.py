@@ -18,75 +18,67 @@ N_CONVERSATIONS = 6000
 # -----------------------------------------------------------------------------
 # the facts
 
-COUNTRIES = [  # populations are of about 2023, rounded
-    dict(country=country, city=city, population=population, language=language, sight=sight)
-    for country, city, population, language, sight in [
-        ("France", "Paris", "68 million", "French", "the Eiffel Tower"),
-        ("Germany", "Berlin", "84 million", "German", "the Brandenburg Gate"),
-        ("Japan", "Tokyo", "124 million", "Japanese", "the Imperial Palace"),
-        ("Italy", "Rome", "59 million", "Italian", "the Colosseum"),
-        ("Spain", "Madrid", "48 million", "Spanish", "the Prado Museum"),
-        ("Greece", "Athens", "10 million", "Greek", "the Acropolis"),
-        ("Egypt", "Cairo", "114 million", "Arabic", "the Egyptian Museum"),
-        ("Kenya", "Nairobi", "55 million", "Swahili", "the Railway Museum"),
-        ("Mexico", "Mexico City", "130 million", "Spanish", "the Angel of Independence"),
-        ("Brazil", "Brasilia", "211 million", "Portuguese", "the Alvorada Palace"),
-        ("Argentina", "Buenos Aires", "46 million", "Spanish", "the Obelisk"),
-        ("Chile", "Santiago", "20 million", "Spanish", "San Cristobal Hill"),
-        ("Australia", "Canberra", "27 million", "English", "Lake Burley Griffin"),
-        ("Norway", "Oslo", "6 million", "Norwegian", "the Opera House"),
-        ("Sweden", "Stockholm", "11 million", "Swedish", "the Vasa Museum"),
-        ("Poland", "Warsaw", "38 million", "Polish", "the Royal Castle"),
-        ("Austria", "Vienna", "9 million", "German", "the Ringstrasse"),
-        ("Hungary", "Budapest", "10 million", "Hungarian", "the Chain Bridge"),
-        ("Turkey", "Ankara", "85 million", "Turkish", "Ankara Castle"),
-        ("Russia", "Moscow", "144 million", "Russian", "Red Square"),
-        ("China", "Beijing", "1.4 billion", "Chinese", "the Forbidden City"),
-        ("Thailand", "Bangkok", "72 million", "Thai", "the Grand Palace"),
-        ("Vietnam", "Hanoi", "100 million", "Vietnamese", "the Temple of Literature"),
-        ("England", "London", "58 million", "English", "Tower Bridge"),
-    ]
-]
-ANIMALS = [
-    dict(animal=animal, noise=noise, food=food, young=young)
-    for animal, noise, food, young in [
-        ("cow", "moos", "grass", "calf"),
-        ("dog", "barks", "meat", "puppy"),
-        ("cat", "meows", "fish", "kitten"),
-        ("duck", "quacks", "seeds", "duckling"),
-        ("horse", "neighs", "hay", "foal"),
-        ("sheep", "bleats", "clover", "lamb"),
-        ("lion", "roars", "zebras", "cub"),
-        ("frog", "croaks", "insects", "tadpole"),
-        ("pig", "grunts", "roots", "piglet"),
-        ("wolf", "howls", "deer", "pup"),
-    ]
-]
-PEOPLE = [
-    dict(name=name, he=he, deed=deed, year=year)
-    for name, he, year, deed in [
-        ("Albert Einstein", "he", "1879", "a physicist from Germany who found the theory of relativity"),
-        ("Marie Curie", "she", "1867", "a scientist from Poland who discovered radium"),
-        ("Charles Darwin", "he", "1809", "a scientist from England who explained evolution"),
-        ("William Shakespeare", "he", "1564", "a writer from England who wrote Hamlet"),
-        ("Leonardo da Vinci", "he", "1452", "a painter from Italy who painted the Mona Lisa"),
-        ("Ludwig van Beethoven", "he", "1770", "a composer from Germany who wrote nine symphonies"),
-        ("Ada Lovelace", "she", "1815", "a mathematician from England who wrote the first computer program"),
-        ("Jane Austen", "she", "1775", "a writer from England who wrote Pride and Prejudice"),
-        ("Frida Kahlo", "she", "1907", "a painter from Mexico who painted herself many times"),
-        ("Alan Turing", "he", "1912", "a mathematician from England who broke the Enigma code"),
-    ]
-]
-FRENCH = [
-    dict(english=english, french=french)
-    for english, french in [
-        ("Good morning", "Bonjour"), ("Good night", "Bonne nuit"), ("Thank you", "Merci"), ("yes", "oui"),
-        ("cat", "chat"), ("dog", "chien"), ("house", "maison"), ("water", "eau"), ("bread", "pain"),
-        ("cheese", "fromage"), ("milk", "lait"), ("apple", "pomme"), ("book", "livre"), ("sun", "soleil"),
-        ("tree", "arbre"), ("friend", "ami"), ("red", "rouge"), ("day", "jour"),
-    ]
-]  # fmt: skip
-SUMS = [dict(a=a, b=b, total=a + b) for a in range(10) for b in range(10)]
+def table(columns, rows):
+    return [dict(zip(columns.split(), row)) for row in rows]
+
+
+COUNTRIES = table("country city population language sight", [  # populations are of about 2023, rounded
+    ("France", "Paris", "68 million", "French", "the Eiffel Tower"),
+    ("Germany", "Berlin", "84 million", "German", "the Brandenburg Gate"),
+    ("Japan", "Tokyo", "124 million", "Japanese", "the Imperial Palace"),
+    ("Italy", "Rome", "59 million", "Italian", "the Colosseum"),
+    ("Spain", "Madrid", "48 million", "Spanish", "the Prado Museum"),
+    ("Greece", "Athens", "10 million", "Greek", "the Acropolis"),
+    ("Egypt", "Cairo", "114 million", "Arabic", "the Egyptian Museum"),
+    ("Kenya", "Nairobi", "55 million", "Swahili", "the Railway Museum"),
+    ("Mexico", "Mexico City", "130 million", "Spanish", "the Angel of Independence"),
+    ("Brazil", "Brasilia", "211 million", "Portuguese", "the Alvorada Palace"),
+    ("Argentina", "Buenos Aires", "46 million", "Spanish", "the Obelisk"),
+    ("Chile", "Santiago", "20 million", "Spanish", "San Cristobal Hill"),
+    ("Australia", "Canberra", "27 million", "English", "Lake Burley Griffin"),
+    ("Norway", "Oslo", "6 million", "Norwegian", "the Opera House"),
+    ("Sweden", "Stockholm", "11 million", "Swedish", "the Vasa Museum"),
+    ("Poland", "Warsaw", "38 million", "Polish", "the Royal Castle"),
+    ("Austria", "Vienna", "9 million", "German", "the Ringstrasse"),
+    ("Hungary", "Budapest", "10 million", "Hungarian", "the Chain Bridge"),
+    ("Turkey", "Ankara", "85 million", "Turkish", "Ankara Castle"),
+    ("Russia", "Moscow", "144 million", "Russian", "Red Square"),
+    ("China", "Beijing", "1.4 billion", "Chinese", "the Forbidden City"),
+    ("Thailand", "Bangkok", "72 million", "Thai", "the Grand Palace"),
+    ("Vietnam", "Hanoi", "100 million", "Vietnamese", "the Temple of Literature"),
+    ("England", "London", "58 million", "English", "Tower Bridge"),
+])
+ANIMALS = table("animal noise food young", [
+    ("cow", "moos", "grass", "calf"),
+    ("dog", "barks", "meat", "puppy"),
+    ("cat", "meows", "fish", "kitten"),
+    ("duck", "quacks", "seeds", "duckling"),
+    ("horse", "neighs", "hay", "foal"),
+    ("sheep", "bleats", "clover", "lamb"),
+    ("lion", "roars", "zebras", "cub"),
+    ("frog", "croaks", "insects", "tadpole"),
+    ("pig", "grunts", "roots", "piglet"),
+    ("wolf", "howls", "deer", "pup"),
+])
+PEOPLE = table("name he year deed", [
+    ("Albert Einstein", "he", "1879", "a physicist from Germany who found the theory of relativity"),
+    ("Marie Curie", "she", "1867", "a scientist from Poland who discovered radium"),
+    ("Charles Darwin", "he", "1809", "a scientist from England who explained evolution"),
+    ("William Shakespeare", "he", "1564", "a writer from England who wrote Hamlet"),
+    ("Leonardo da Vinci", "he", "1452", "a painter from Italy who painted the Mona Lisa"),
+    ("Ludwig van Beethoven", "he", "1770", "a composer from Germany who wrote nine symphonies"),
+    ("Ada Lovelace", "she", "1815", "a mathematician from England who wrote the first computer program"),
+    ("Jane Austen", "she", "1775", "a writer from England who wrote Pride and Prejudice"),
+    ("Frida Kahlo", "she", "1907", "a painter from Mexico who painted herself many times"),
+    ("Alan Turing", "he", "1912", "a mathematician from England who broke the Enigma code"),
+])
+FRENCH = table("english french", [
+    ("Good morning", "Bonjour"), ("Good night", "Bonne nuit"), ("Thank you", "Merci"), ("yes", "oui"),
+    ("cat", "chat"), ("dog", "chien"), ("house", "maison"), ("water", "eau"), ("bread", "pain"),
+    ("cheese", "fromage"), ("milk", "lait"), ("apple", "pomme"), ("book", "livre"), ("sun", "soleil"),
+    ("tree", "arbre"), ("friend", "ami"), ("red", "rouge"), ("day", "jour"),
+])  # fmt: skip
+SUMS = [{"a": a, "b": b, "total": a + b} for a in range(10) for b in range(10)]
 SELF = [{}]
 
 # -----------------------------------------------------------------------------
