@@ -178,11 +178,10 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value in one product
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, cache=None, layer=0):
+    def forward(self, x, cache=None, layer=0, mask=None):
         B, T, C = x.shape
         q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
                    for part in self.c_attn(x).split(C, dim=2))
-        mask = None
         if cache is not None:
             k, v = cache.extend(layer, k, v)  # (B, nh, past + T, hs)
             if 1 < T < k.size(2):  # several new tokens after old ones: each sees the old ones and its own past
@@ -213,8 +212,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, cache=None, layer=0):
-        x = x + self.attn(self.ln_1(x), cache, layer)
+    def forward(self, x, cache=None, layer=0, mask=None):
+        x = x + self.attn(self.ln_1(x), cache, layer, mask)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -268,15 +267,18 @@ class GPT(nn.Module):
             return self.head(x)
         return summed_loss(x.flatten(0, 1), self.transformer["wte"].weight, targets.flatten(), self.loss_chunk_rows)
 
-    def hidden(self, tokens, cache=None):
+    def hidden(self, tokens, cache=None, positions=None, mask=None):
         """What the network makes of `tokens` (B, T) after the last LayerNorm: (B, T, C). With a KVCache the tokens follow
-        those it holds, and are added to it."""
+        those it holds, and are added to it. `positions` (B, T) and `mask` (B, 1, T, T), True where a token may look, are
+        for rows that are not simply read from left to right."""
         past, T = cache.length if cache else 0, tokens.size(1)
-        assert past + T <= self.config.block_size, f"{past} + {T} tokens do not fit block_size {self.config.block_size}"
-        x = self.transformer["wte"](tokens) + self.transformer["wpe"].weight[past:past + T]
+        if positions is None:
+            assert past + T <= self.config.block_size, f"{past} + {T} tokens do not fit {self.config.block_size}"
+            positions = slice(past, past + T)
+        x = self.transformer["wte"](tokens) + self.transformer["wpe"].weight[positions]
         x = F.dropout(x, self.config.dropout, self.training)
         for layer, block in enumerate(self.transformer["h"]):
-            x = block(x, cache, layer)
+            x = block(x, cache, layer, mask)
         if cache:
             cache.length = past + T
         return self.transformer["ln_f"](x)
@@ -410,7 +412,7 @@ def load_model(name, device="cpu", dtype=torch.float32):
         padding = wte.mean(dim=0).expand(VOCAB_SIZE - len(wte), -1)
         state["transformer.wte.weight"] = torch.cat([wte, padding])
         config.vocab_size = VOCAB_SIZE
-    with torch.device("meta"):  # no memory or time for weights that are replaced at once
+    with torch.device("meta"), NoInit():  # no memory or time for weights that are replaced at once
         model = GPT(config)
     try:
         model.load_state_dict(state, strict=True, assign=True)
@@ -421,6 +423,14 @@ def load_model(name, device="cpu", dtype=torch.float32):
     model.info = {"kind": metadata.get("kind", "base"), "step": int(metadata.get("step", 0)), "path": str(folder),
                   "date": metadata.get("date") or time.strftime("%Y-%m-%d", time.localtime(weights.stat().st_mtime))}
     return model.to(device=device, dtype=dtype).eval()
+
+
+class NoInit(torch.overrides.TorchFunctionMode):
+    """Skips torch.nn.init: on "meta" its normal_() would import all of the compiler, as long again as torch itself."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        is_init = getattr(func, "__module__", "") == "torch.nn.init"
+        return None if is_init else func(*args, **(kwargs or {}))
 
 
 def find_model(name):
