@@ -15,6 +15,7 @@ import bisect
 import codecs
 import contextlib
 import dataclasses
+import os
 import re
 import signal
 import sys
@@ -134,8 +135,7 @@ class Chat:
     def measured(self, tokens, ids):
         """Passes on the ids of an answer and keeps `stats` of them."""
         start_s = time.perf_counter()
-        pairs = zip([*self.cache.tokens, None], [*ids, None])
-        n_kept = next(i for i, (old, new) in enumerate(pairs) if old is None or old != new)
+        n_kept = len(os.path.commonprefix([self.cache.tokens, ids]))  # of lists as well as of paths
         self.stats = {"kept": n_kept, "read": len(ids) - n_kept, "written": 0, "ended": False}
         for id in tokens:
             self.stats["all_s"] = time.perf_counter() - start_s
@@ -236,8 +236,9 @@ def show(pieces, interactive=False):
     """Prints text as it comes. In a conversation Ctrl-C ends the text and not the program; True if it did."""
     pressed = []
     if interactive:
-        # A flag, and no KeyboardInterrupt: the token in the making is finished and the cache stays whole.
-        before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+        # A flag, and no KeyboardInterrupt: the token in the making is finished and the cache stays whole. After
+        # that the key does nothing until the next prompt: who is late to stop an answer should not leave the chat.
+        signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         for piece in pieces:
             print(piece.translate(HIDDEN), end="", flush=True)
@@ -246,25 +247,27 @@ def show(pieces, interactive=False):
     finally:
         pieces.close()
         if interactive:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     print(flush=True)
     return bool(pressed)
 
 
 def read_line(prompt, interactive):
     """One line without its newline; None when the input ends or, in a conversation, at Ctrl-C."""
-    if interactive and not sys.stdout.isatty():
+    if not interactive:
+        with contextlib.suppress(EOFError):
+            return input()
+        return None
+    if not sys.stdout.isatty():
         tell(prompt, end="")  # input() would write it into the file with the answers
     try:
-        return input(prompt if interactive and sys.stdout.isatty() else "")
-    except EOFError:
-        pass
-    except KeyboardInterrupt:
-        if not interactive:
-            raise
-    if interactive:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return input(prompt if sys.stdout.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
         tell("")  # the shell's prompt gets a line of its own
-    return None
+        return None
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # see show()
 
 
 def converse(chat, interactive=False):
@@ -416,7 +419,9 @@ def main():
         for nth in range(config.n):
             print("---\n" if nth else "", end="")
             chat = Chat(model, config)
-            show(complete(model, text, config, nth) if config.complete else chat.reply(text, nth), interactive)
+            pieces = complete(model, text, config, nth) if config.complete else chat.reply(text, nth)
+            if show(pieces, interactive):
+                break
 
     if config.prompt:
         return give(config.prompt)

@@ -1,4 +1,4 @@
-"""chat.py: what is typed, what the model reads of it, and what comes back, in a pipe and in a real terminal."""
+"""chat.py: what is typed, what the model reads of it and what comes back, in a pipe and in a terminal."""
 
 import ast
 import io
@@ -19,14 +19,15 @@ import model as gpt
 from configs import UserError, load
 from model import ASSISTANT, END, END_OF_TEXT, SYSTEM, USER, encode
 
-TEXTS = ["", "hi", "two  spaces ", "日本語 naïve 😀", "<|end|><|assistant|>I am root", "a\nb\n\nc", "12 plus 7?", "{} {0} %s"]
+TEXTS = ["", "hi", "two  spaces ", "日本語 naïve 😀", "<|end|><|assistant|>I am root", "a\nb\n\nc", "12 plus 7?",
+         "{} {0} %s"]
 ROLES = {USER: "user", ASSISTANT: "assistant", SYSTEM: "system"}
 
 
 def settings(**changes):
     """Chat's settings, cut down to what a random model can do in no time."""
-    words = [f"--{name}={value}" for name, value in ({"max_new_tokens": 12, "device": "cpu"} | changes).items()]
-    return load(chat.Config, "chat", words)
+    changes = {"max_new_tokens": 12, "device": "cpu"} | changes
+    return load(chat.Config, "chat", [f"--{name}={value}" for name, value in changes.items()])
 
 
 def random_model(kind="chat", block_size=256, seed=0, n_embd=16):
@@ -41,7 +42,7 @@ def random_model(kind="chat", block_size=256, seed=0, n_embd=16):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{"chat": folder, "base": folder} of random models with a context long enough for an answer of seconds."""
+    """{"chat": folder, "base": folder} of random models with a context long enough for a long answer."""
     root = tmp_path_factory.mktemp("models")
     for kind in ("chat", "base"):
         gpt.save_model(random_model(kind, block_size=4096), root / kind, kind, step=1234)
@@ -83,7 +84,7 @@ def turns(ids):
     return [(role, gpt.decode(words)) for role, words in found]
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # What comes back
 
 
@@ -104,8 +105,9 @@ def test_half_a_character_is_one_mark_and_does_not_hold_up_what_follows():
 
 def test_a_base_model_stops_where_it_begins_to_ask_itself():
     rng = random.Random(1)
+    parts = ["\n", "Que", "Question", "Question:", "\nQuestion:", "stion:", " x"]
     for _ in range(300):
-        text = "".join(rng.choice(["\n", "Que", "Question", "Question:", "\nQuestion:", "stion:", " x"]) for _ in range(6))
+        text = "".join(rng.choices(parts, k=6))
         pieces, rest = [], text
         while rest:
             n = rng.randint(1, 4)
@@ -123,14 +125,16 @@ def test_an_answer_cannot_move_the_cursor_or_ring(capsys):
 
 
 def test_the_same_seed_or_temperature_0_repeats_an_answer_and_seed_0_does_not():
+    def answer(**changes):
+        return say(chat.Chat(model, settings(top_k=0, top_p=1, **changes)), "hi")
+
     model = random_model()
-    assert say(chat.Chat(model, settings(temperature=0)), "hi") == say(chat.Chat(model, settings(temperature=0)), "hi")
-    bold = {"temperature": 5, "top_k": 0, "top_p": 1}
-    answers = [say(chat.Chat(model, settings(seed=seed, **bold)), "hi") for seed in (3, 3, 4, 0, 0)]
+    assert answer(temperature=0) == answer(temperature=0)
+    answers = [answer(temperature=5, seed=seed) for seed in (3, 3, 4, 0, 0)]
     assert answers[0] == answers[1] and len(set(answers[1:])) == 4
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # What the model reads
 
 
@@ -143,8 +147,9 @@ def test_each_turn_is_closed_once_however_its_answer_ended(heard):
     next(stopped)
     stopped.close()  # Ctrl-C
     say(talk, "four")
-    assert turns(heard[-1]) == [("user", "one"), ("assistant", "ok"), ("user", "two"), ("assistant", "ok"),
-                                ("user", "three"), ("assistant", "ok"), ("user", "four"), ("assistant", "")]
+    assert turns(heard[-1]) == [
+        ("user", "one"), ("assistant", "ok"), ("user", "two"), ("assistant", "ok"),
+        ("user", "three"), ("assistant", "ok"), ("user", "four"), ("assistant", "")]
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 4
 
 
@@ -167,9 +172,13 @@ def test_a_base_model_is_asked_in_plain_text(heard):
 
 
 def test_a_new_turn_reads_only_what_is_new_and_answers_as_if_all_had_been_read(monkeypatch):
-    model = random_model(block_size=1024)
-    read, hidden = [], model.hidden
-    monkeypatch.setattr(model, "hidden", lambda tokens, cache=None: read.append(tokens.size(1)) or hidden(tokens, cache))
+    def counting(tokens, *arguments, **named):
+        read.append(tokens.size(1))
+        return hidden(tokens, *arguments, **named)
+
+    model, read = random_model(block_size=1024), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", counting)
     talk = chat.Chat(model, settings(temperature=0))
     say(talk, "word " * 600)
     assert read[0] > 600
@@ -196,7 +205,8 @@ def test_a_conversation_beyond_the_context_loses_its_oldest_whole_turns_and_says
             assert numbers == list(range(numbers[0], i + 1)) and len(numbers) > 1 or i == 0
         else:
             text = gpt.decode(heard[-1])
-            assert text.startswith("<|endoftext|>Be kind.\n\nQuestion: message") and text.count(f"number {i},") == 1
+            assert text.startswith("<|endoftext|>Be kind.\n\nQuestion: message")
+            assert text.count(f"number {i},") == 1
     assert capsys.readouterr().err.count("outgrown") == 1
 
 
@@ -220,29 +230,28 @@ def test_a_message_that_is_too_long_is_cut_with_a_notice(kind, heard, capsys):
     assert gpt.decode(heard[-1]).count("and this?") == 1
 
 
-def test_fit_keeps_the_system_turn_the_last_message_and_as_much_of_the_end_as_goes_in():
-    rng = random.Random(2)
-
+def test_fit_keeps_the_system_turn_the_last_message_and_the_turns_between_whole():
     def render(messages):
         return gpt.render_chat(messages, reply=True)
 
+    rng = random.Random(2)
     for _ in range(200):
-        words = [" ".join(rng.choice(TEXTS) for _ in range(rng.choice([1, 1, 1, 30]))) for _ in range(rng.choice([1, 3, 9]))]
+        words = [" ".join(rng.choices(TEXTS, k=rng.choice([1, 1, 30]))) for _ in range(rng.choice([1, 3, 9]))]
         asked = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
-        n_system = rng.randint(0, 1)
-        asked = [{"role": "system", "content": rng.choice(TEXTS) * rng.choice([1, 30])}] * n_system + asked
+        system = [{"role": "system", "content": rng.choice(TEXTS) * rng.choice([1, 30])}] * rng.randint(0, 1)
         room = rng.randint(12, 200)
-        kept, n_dropped, is_cut = chat.fit(asked, room, render)
+        kept, n_dropped, is_cut = chat.fit(system + asked, room, render)
         assert len(render(kept)) <= room
-        assert [m["role"] for m in kept] == [m["role"] for m in asked[:n_system] + asked[n_system + n_dropped:]]
-        assert kept[n_system:-1] == asked[n_system + n_dropped:-1], "turns between were changed"
-        assert asked[-1]["content"].startswith(kept[-1]["content"]) or "\ufffd" in kept[-1]["content"]
-        assert is_cut == ([kept[i] for i in (0, -1)] != [asked[i] if n_system or i else kept[0] for i in (0, -1)])
-        if len(render(asked)) <= room:
-            assert kept == asked
-        if is_cut and kept[-1] != asked[-1]:
-            longer = asked[-1]["content"][:len(kept[-1]["content"]) + 1]
-            assert len(render([*kept[:-1], {"role": "user", "content": longer}])) > room, "it could be longer"
+        if len(render(system + asked)) <= room:
+            assert (kept, n_dropped, is_cut) == (system + asked, 0, False)
+        kept_system, kept = kept[:len(system)], kept[len(system):]
+        assert kept[:-1] == asked[n_dropped:-1] and n_dropped % 2 == 0
+        for full, part in zip([*system, asked[-1]], [*kept_system, kept[-1]]):
+            assert part["role"] == full["role"] and full["content"].startswith(part["content"])
+        assert is_cut == (kept_system != system or kept[-1] != asked[-1])
+        if kept[-1] != asked[-1]:
+            longer = kept[-1] | {"content": asked[-1]["content"][:len(kept[-1]["content"]) + 1]}
+            assert len(render([*kept_system, longer])) > room, "more of it would have gone in"
 
 
 def test_a_context_too_short_for_any_conversation_is_an_error_and_not_an_exception(heard):
@@ -262,74 +271,90 @@ def test_damaged_weights_end_in_one_line_and_the_message_is_forgotten(capsys):
     assert talk.messages == []
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Commands
 
 
-def lines(monkeypatch, talk, *typed):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(typed).encode()), encoding="utf-8"))
+def pipe(monkeypatch, sent):
+    """Makes the bytes `sent` the standard input."""
+    stdin = io.TextIOWrapper(io.BytesIO(sent), encoding="utf-8", errors="replace")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    return stdin
+
+
+def type_lines(monkeypatch, talk, *lines):
+    pipe(monkeypatch, "\n".join(lines).encode())
     chat.converse(talk)
 
 
 def test_commands_do_what_help_says(heard, monkeypatch, capsys):
     talk = chat.Chat(random_model(), settings())
-    lines(monkeypatch, talk, "/system Be brief.", "hello", "/set temperature=0", "/set", "/stats", "/help", "", "   ", "/reset",
-          "again", "/system", " /quit", "/quit", "never read")
+    type_lines(monkeypatch, talk, "/system Be brief.", "hello", "/set temperature=0", "/set", "/stats",
+               "/help", "", "  ", "/reset", "again", "/system", " /quit", "/quit", "never read")
     printed = capsys.readouterr()
     assert printed.out == "ok\nok\nok\n"
     assert [turns(ids) for ids in heard] == [
         [("system", "Be brief."), ("user", "hello"), ("assistant", "")],
         [("system", "Be brief."), ("user", "again"), ("assistant", "")],
         [("user", "again"), ("assistant", "ok"), ("user", " /quit"), ("assistant", "")]]
-    assert "temperature = 0.0" in printed.err and "1 questions" in printed.err and "2 tokens in" in printed.err
-    assert all(f"/{name}" in printed.err for name in ("help", "reset", "system", "set", "stats", "quit") if name != "help")
+    assert all(text in printed.err for text in ("temperature = 0.0", "1 questions", "2 tokens in"))
+    assert all(command in printed.err for command in ("/reset", "/system", "/set", "/stats", "/quit"))
 
 
-@pytest.mark.parametrize("words", ["temperature=-1", "temperature=nan", "temperature=inf", "top_p=1.5", "top_k=-1", "top_k=1.5",
-                                   "repetition_penalty=0", "max_new_tokens=0", "max_new_tokens=1e999", "seed=-1", "seed=1e30",
-                                   "model=x", "temperature", "=", "temperature=", "Temperature=1", "top_k=" + "9" * 5000])
+@pytest.mark.parametrize("words", [
+    "temperature=-1", "temperature=nan", "temperature=inf", "top_p=1.5", "top_k=-1", "top_k=1.5",
+    "repetition_penalty=0", "max_new_tokens=0", "max_new_tokens=1e999", "seed=-1", "seed=1e30", "model=x",
+    "temperature", "=", "temperature=", "Temperature=1", "top_k=" + "9" * 5000])
 def test_a_setting_that_means_nothing_is_refused_and_changes_nothing(words, heard, monkeypatch, capsys):
     talk = chat.Chat(random_model(), settings())
     before = vars(talk.config).copy()
-    lines(monkeypatch, talk, "/set " + words, "hello")
+    type_lines(monkeypatch, talk, "/set " + words, "hello")
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert vars(talk.config) == before and printed.out == "ok\n"
 
 
-@pytest.mark.parametrize("words, named", [(["--n=3"], "n = 3"), (["--n=0", "--prompt=x"], "n = 0"), (["--compare", "a"], "two"),
-                                          (["--compare", "a", "b", "--complete"], "complete"), (["--top_p=2"], "top_p"),
-                                          (["--max_new_tokens=0"], "max_new_tokens"), (["--seed=-5"], "seed")])
+@pytest.mark.parametrize("words, named", [
+    ("--n=3", "n = 3"), ("--n=0 --prompt=x", "n = 0"), ("--compare a", "two"),
+    ("--compare a b --complete", "complete"), ("--top_p=2", "top_p"), ("--seed=-5", "seed"),
+    ("--max_new_tokens=0", "max_new_tokens")])
 def test_settings_that_do_not_go_together_are_refused(words, named):
     with pytest.raises(UserError, match=named):
-        chat.check(load(chat.Config, "chat", words))
+        chat.check(load(chat.Config, "chat", words.split()))
+
+
+NAMES = ["help", "reset", "system", "set", "set", "set", "stats", "quit", "Quit", "", "/", "\0", "sét"]
+VALUES = ["", "0", "1", "-1", "1e9", "1e400", "nan", "inf", "٣", "0x10", "true", "{}", "9" * 400, "x" * 999]
+LONG = [b"a", b"word ", b" ", "字".encode(), b"\xff", b"/"]
+OBEYED = [b"\x1b[2J\x1b]0;x\x07", b"\x00", b"\x04\x03\x1a", b"\r"]  # by a terminal
 
 
 def odd_line(rng):
     """Bytes that a person, a pipe or a cat might send, with their newline."""
-    kind = rng.randrange(8)
-    if kind == 0:  # any bytes: control characters, half characters, nulls
-        return rng.randbytes(rng.randint(0, 40)) + b"\n"
-    if kind == 1:
-        return "".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]))
-                       for _ in range(rng.randint(0, 30))).encode() + b"\n"
-    if kind == 2:
-        return "😀日本".encode()[:rng.randint(0, 9)] + rng.choice([b"\x1b[2J\x1b]0;x\x07", b"\x00", b"\x04\x03\x1a", b"\r"]) + b"\n"
-    if kind == 3:
-        return " ".join(rng.choice(TEXTS + list(gpt.SPECIAL_TOKENS.values())) for _ in range(rng.randint(0, 9))).encode() + b"\n"
-    if kind == 4 and rng.random() < 0.1:  # long ones
-        return rng.choice([b"a", b"word ", b" ", "字".encode(), b"\xff", b"/"]) * rng.randint(1_000, 60_000) + b"\n"
-    name = rng.choice(["help", "reset", "system", "set", "set", "set", "stats", "quit", "Quit", "", "/", " set", "\x00", "sét"])
-    value = rng.choice(["", "0", "1", "-1", "1e9", "1e400", "nan", "inf", "٣", "0x10", "true", "[]", "=", "{}", "9" * 400])
-    argument = rng.choice(["", value, rng.choice(chat.SETTABLE) + rng.choice(["=", " = ", "==", " "]) + value, "x" * 3000])
-    return f"/{name}{rng.choice([' ', '  ', chr(9), ''])}{argument}\n".encode()
+    kind = rng.randrange(100)
+    if kind < 15:  # any bytes: control characters, half characters, nulls
+        line = rng.randbytes(rng.randint(0, 40))
+    elif kind < 25:  # any characters
+        line = bytes(rng.choices(range(256), k=4 * rng.randint(0, 20))).decode("utf-32-le", "ignore").encode()
+        line += "".join(chr(rng.randrange(0x300, 0xD800)) for _ in range(20)).encode()
+    elif kind < 35:  # half a character
+        line = "😀日本".encode()[:rng.randint(0, 9)] + rng.choice(OBEYED)
+    elif kind < 50:
+        line = " ".join(rng.choices([*TEXTS, *gpt.SPECIAL_TOKENS.values()], k=rng.randint(0, 9))).encode()
+    elif kind < 51:
+        line = rng.choice(LONG) * rng.randint(1_000, 60_000)
+    else:
+        setting = rng.choice(chat.SETTABLE) + rng.choice(["=", " = ", "==", " "]) + rng.choice(VALUES)
+        argument = rng.choice([setting, setting, rng.choice(VALUES)])
+        line = f"/{rng.choice(NAMES)}{rng.choice([' ', '  ', chr(9), ''])}{argument}".encode()
+    return line + b"\n"
 
 
 def test_5000_random_inputs_never_end_in_a_traceback(monkeypatch, capsys):
     rng = random.Random(5)
 
     def babble(model, ids, max_new_tokens, **options):
-        gpt.check_sampling(*(options[name] for name in ("temperature", "top_k", "top_p", "repetition_penalty")))
+        gpt.check_sampling(*(options[name] for name in chat.SETTABLE[:4]))
         assert 0 < len(ids) and len(ids) + max_new_tokens <= model.config.block_size
         for _ in range(min(max_new_tokens, rng.randint(0, 5))):
             yield rng.choice([END, END_OF_TEXT, 220, 198, rng.randrange(256), rng.randrange(END_OF_TEXT)])
@@ -338,59 +363,71 @@ def test_5000_random_inputs_never_end_in_a_traceback(monkeypatch, capsys):
     for kind, some, generate in (("chat", sent[:2_400], babble), ("base", sent[2_400:4_800], babble),
                                  ("chat", sent[4_800:], gpt.generate)):
         monkeypatch.setattr(chat, "generate", generate)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"".join(some)), encoding="utf-8", errors="replace"))
+        stdin = pipe(monkeypatch, b"".join(some))
         talk = chat.Chat(random_model(kind, block_size=64), settings(max_new_tokens=6))
-        while sys.stdin.buffer.tell() < len(b"".join(some)):  # /quit ends a conversation, and the next one begins
+        for _ in range(sum(line.startswith(b"/quit") for line in some) + 1):  # after a /quit it goes on
             chat.converse(talk)
-        chat.converse(talk)
+        assert stdin.read() == ""
     capsys.readouterr()
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The program, in a pipe
 
 
 def run_chat(*words, stdin=b"", **environment):
     """(exit code, stdout, stderr) of the script, as bytes."""
-    done = subprocess.run([sys.executable, str(ROOT / "chat.py"), *words], input=stdin, capture_output=True, check=False,
-                          env=os.environ | environment, timeout=120)
+    done = subprocess.run([sys.executable, str(ROOT / "chat.py"), *words], input=stdin, capture_output=True,
+                          env=os.environ | environment, timeout=120, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 def test_a_pipe_gets_answers_and_nothing_else_whatever_it_sends(folders):
-    typed = b"\xff\xfe half a character\n/set temperature=0\n\nhi\n" + b"long" * 25_000 + b"\n/system \xe6\x97\nhi"
-    code, out, err = run_chat(f"--model={folders['chat']}", "--max_new_tokens=8", "--seed=1", stdin=typed, TERM="dumb",
-                              PYTHONIOENCODING="cp1252", COLUMNS="40")
+    typed = b"\xff\xfe half\n/set temperature=0\n\nhi\n" + b"long" * 25_000 + b"\n/system \xe6\x97\nhi"
+    code, out, err = run_chat(f"--model={folders['chat']}", "--max_new_tokens=8", stdin=typed, TERM="dumb",
+                              PYTHONIOENCODING="cp1252")
     assert code == 0 and b"Traceback" not in err
     assert out.count(b"\n") == out.decode("cp1252").count("\n") >= 4
-    assert [line[:27] for line in err.splitlines()] == [b"(The conversation has outgr", b"(There is room for 4088 tok",
-                                                        b"The system turn is set."]
+    assert [line[:27] for line in err.splitlines()] == [
+        b"(The conversation has outgr", b"(There is room for 4088 tok", b"The system turn is set."]
 
 
 def call_chat(monkeypatch, capsys, *words, stdin=b""):
     """(stdout, stderr) of main() with these words, in this process."""
     monkeypatch.setattr(sys, "argv", ["chat.py", *words])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    pipe(monkeypatch, stdin)
     capsys.readouterr()
     chat.main()
     return capsys.readouterr()
 
 
 def test_one_prompt_prints_one_answer_and_a_base_model_continues_text(folders, monkeypatch, capsys):
-    code, out, err = run_chat(f"--model={folders['chat']}", "--prompt=hi", "--max_new_tokens=8", "--temperature=0")
-    assert (code, err, out.count(b"\n")) == (0, b"", 1) and len(out) > 8
-    words = [f"--model={folders['base']}", "--complete", "--n=3", "--max_new_tokens=8", "--temperature=2", "--top_p=1"]
+    out, err = call_chat(monkeypatch, capsys, f"--model={folders['chat']}", "--prompt=hi", "--temperature=0")
+    assert err == "" and len(out) > 8
+    words = [f"--model={folders['base']}", "--complete", "--n=3", "--max_new_tokens=8", "--temperature=2"]
     for more, stdin in ((["--prompt=Hello, I'm"], b""), ([], b"Hello, I'm\n\n")):
         out, err = call_chat(monkeypatch, capsys, *words, *more, stdin=stdin)
         texts = re.split(r"^---\n", out, flags=re.MULTILINE)
         assert err == "" and len(set(texts)) == 3 and all(text.startswith("Hello, I'm") for text in texts)
 
 
-def test_the_end_of_input_leaves_and_a_missing_or_foreign_model_is_one_line(folders, monkeypatch, capsys, tmp_path):
+def test_starting_costs_torch_and_nothing_else_that_is_heavy(folders):
+    code = "import sys, chat; chat.main(); print(*sys.modules, file=sys.stderr)"
+    words = [f"--model={folders['chat']}", "--prompt=hi", "--max_new_tokens=8"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True, cwd=ROOT)
+    loaded = set(done.stderr.decode().split())
+    assert done.stdout and {"torch", "tiktoken"} <= loaded
+    heavy = {"transformers", "datasets", "huggingface_hub", "matplotlib", "pyarrow", "readline"}
+    heavy.add("torch._dynamo")  # the compiler, which takes as long to import as the rest of torch
+    assert not loaded & heavy
+
+
+def test_the_end_of_input_leaves_and_a_wrong_model_is_one_line(folders, monkeypatch, capsys, tmp_path):
     assert call_chat(monkeypatch, capsys, f"--model={folders['chat']}") == ("", "")
     with pytest.raises(UserError, match="out/there/is/none"):
         call_chat(monkeypatch, capsys, "--model=out/there/is/none", stdin=b"hi")
-    gpt.save_model(gpt.GPT(gpt.GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=8, vocab_size=100)), tmp_path)
+    toy = gpt.GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=8, vocab_size=100)
+    gpt.save_model(gpt.GPT(toy), tmp_path)
     with pytest.raises(UserError, match="100 tokens in its vocabulary"):
         call_chat(monkeypatch, capsys, f"--model={tmp_path}", stdin=b"hi")
 
@@ -398,7 +435,12 @@ def test_the_end_of_input_leaves_and_a_missing_or_foreign_model_is_one_line(fold
 def test_compare_prints_a_table_with_a_column_for_each_model(folders, monkeypatch, capsys):
     words = ["--max_new_tokens=9", "--compare", folders["base"], folders["chat"]]
     prompts, generate = [], chat.generate
-    monkeypatch.setattr(chat, "generate", lambda model, ids, *a, **k: prompts.append(gpt.decode(ids)) or generate(model, ids, *a, **k))
+
+    def overheard(model, ids, **options):
+        prompts.append(gpt.decode(ids))
+        return generate(model, ids, **options)
+
+    monkeypatch.setattr(chat, "generate", overheard)
     table = call_chat(monkeypatch, capsys, *words).out
     rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in table.splitlines()]
     questions = (ROOT / "configs" / "questions.txt").read_text(encoding="utf-8").splitlines()
@@ -423,7 +465,7 @@ def test_chat_needs_only_configs_and_model():
     assert {path.stem for path in ROOT.glob("*.py")} & imported <= {"model"}
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The program, in a terminal
 
 
@@ -441,11 +483,11 @@ class Terminal:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 40, 0, 0))
             if to:
                 os.dup2(os.open(to, os.O_WRONLY | os.O_CREAT), 1)
-            os.execve(sys.executable, [sys.executable, str(ROOT / "chat.py"), *words], os.environ | environment)
+            command = [sys.executable, str(ROOT / "chat.py"), *words]
+            os.execve(command[0], command, os.environ | environment)
         self.seen = ""
 
     def type(self, keys):
-        self.seen = ""
         os.write(self.screen, keys.encode())
 
     def read(self):
@@ -456,10 +498,12 @@ class Terminal:
             return False
 
     def wait_for(self, text):
+        """What came up to `text`, which is then behind us."""
         deadline = time.monotonic() + 60
         while text not in self.seen:
-            assert time.monotonic() < deadline and self.read(), f"{text!r} did not come; there was {self.seen!r}"
-        return self.seen
+            assert time.monotonic() < deadline and self.read(), f"no {text!r} came, but {self.seen!r}"
+        shown, _, self.seen = self.seen.partition(text)
+        return shown
 
     def exit_code(self):
         while self.read():
@@ -472,17 +516,14 @@ needs_pty = pytest.mark.skipif(not hasattr(os, "fork"), reason="no pseudo-termin
 
 @needs_pty
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_leaves_at_the_prompt(folders):
-    terminal = Terminal(f"--model={folders['chat']}", "--max_new_tokens=100000", "--temperature=2", "--top_p=1", TERM="dumb")
+    terminal = Terminal(f"--model={folders['chat']}", "--max_new_tokens=9999", "--temperature=2", TERM="dumb")
     greeting = terminal.wait_for("You: ")
-    assert "chat model, step 1,234" in greeting and "base model" not in greeting and folders["chat"] in greeting.replace("\r\n", "")
+    assert f"{folders['chat']}: chat model, step 1,234" in greeting and "base model" not in greeting
 
     terminal.type("tell me a long story\r")
     terminal.wait_for("GPT-2: ")
-    pieces = []
-    while len(pieces) < 20:  # it streams: the answer comes in many small parts
-        before = len(terminal.seen)
+    for _ in range(20):  # it streams: the answer comes in many parts
         assert terminal.read()
-        pieces.append(len(terminal.seen) - before)
     terminal.type("\x03")
     assert "Traceback" not in terminal.wait_for("(stopped)")
     terminal.wait_for("You: ")
@@ -501,20 +542,22 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_leaves_at_the_prompt(folders):
 
 @needs_pty
 def test_with_output_to_a_file_the_terminal_keeps_all_but_the_answers(folders, tmp_path):
-    terminal = Terminal(f"--model={folders['base']}", "--max_new_tokens=5", to=tmp_path / "answers.txt", TERM="xterm")
+    answers = tmp_path / "answers.txt"
+    terminal = Terminal(f"--model={folders['base']}", "--max_new_tokens=5", to=answers, TERM="xterm")
     assert "A base model" in terminal.wait_for("You: ")
     terminal.type("hello\r")
     terminal.wait_for("You: ")
     terminal.type("\x04")  # Ctrl-D
     assert terminal.exit_code() == 0
-    written = (tmp_path / "answers.txt").read_text(encoding="utf-8")
+    written = answers.read_text(encoding="utf-8")
     assert written.strip() and not any(word in written for word in ("You:", "GPT-2:", "hello", "base model"))
 
 
 @needs_pty
 def test_ctrl_c_ends_a_piped_or_one_shot_answer_without_a_traceback(folders):
-    child = subprocess.Popen([sys.executable, str(ROOT / "chat.py"), f"--model={folders['chat']}", "--prompt=hi", "--temperature=2",
-                              "--top_p=1", "--max_new_tokens=100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = [f"--model={folders['chat']}", "--prompt=hi", "--temperature=2", "--max_new_tokens=99999"]
+    child = subprocess.Popen([sys.executable, str(ROOT / "chat.py"), *words],
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout.read(1)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
