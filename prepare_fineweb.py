@@ -32,7 +32,6 @@ import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -361,7 +360,7 @@ def map_in_order(function, items, workers, ahead=None):
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class TokenStream:
@@ -424,7 +423,7 @@ class TokenStream:
 
 
 class DownloadError(Exception):
-    """What went wrong in the child process: `status` of HTTP, `errno` of the system, or 0."""
+    """A download that went wrong and may be tried again; `status` is HTTP's and `errno` the system's, or 0."""
 
     def __init__(self, text, status=0, errno=0):
         super().__init__(text)
@@ -441,14 +440,14 @@ def list_parquet(report, dataset, subset):
     folder = subset.rpartition("/")[0]
     found = [entry for entry in HfApi().list_repo_tree(dataset, folder or None, recursive=True, repo_type="dataset")
              if entry.path.endswith(".parquet")]
-    inside = [entry for entry in found if entry.path.startswith(f"{subset}/")]
-    chosen = inside or [entry for entry in found if entry.path.startswith(subset)]
+    chosen = ([entry for entry in found if entry.path.startswith(f"{subset}/")]
+              or [entry for entry in found if entry.path.startswith(subset)])
     if not chosen:
         folders = ", ".join(sorted({entry.path.rpartition("/")[0] for entry in found})[:20])
         raise UserError(f"{dataset} has no parquet files under subset = {subset!r}; it has some in: {folders or 'none'}")
     files = [{"name": entry.path, "size": entry.size, "sha256": entry.lfs.sha256 if entry.lfs else None}
              for entry in sorted(chosen, key=lambda entry: entry.path)]
-    # the tree may change between our runs; the files of one commit cannot
+    # what is listed may change before we come back; the files of one commit cannot
     head = get_hf_file_metadata(hf_hub_url(dataset, files[0]["name"], repo_type="dataset"), retry_on_errors=True)
     return head.commit_hash or "main", files
 
@@ -456,13 +455,36 @@ def list_parquet(report, dataset, subset):
 def download(report, dataset, revision, file, folder, plain):
     """Downloads `file` into `folder` and returns its path there, once its size and hash are right.
 
-    plain  use neither Xet nor hf_transfer: slower, but it resumes after a cut and waits as long as a server asks
+    plain  use neither Xet nor hf_transfer: slower, but goes on after a cut and waits as long as a server asks
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(dataset, file["name"], repo_type="dataset", revision=revision)
+    head = get_hf_file_metadata(url, retry_on_errors=True)
+    xet = head.xet_file_data and not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet")
+    if plain or xet or not importlib.util.find_spec("hf_transfer"):
+        report("way", "Xet" if xet else "plain HTTP")
+        path = Path(hf_hub_download(dataset, file["name"], repo_type="dataset", revision=revision, local_dir=folder,
+                                    tqdm_class=reporting_bar(report)))
+    else:
+        import hf_transfer
+
+        report("way", "hf_transfer")
+        path = folder / Path(file["name"]).name
+        # 16 ranges of 4 MB at a time: more than a home line carries, and 64 MB of memory
+        hf_transfer.download(url, str(path), 16, 4 << 20, parallel_failures=15, max_retries=3,
+                             headers=build_hf_headers(), callback=lambda n: report("bytes", n))
+    if problem := damage(path, file, report):
+        raise DownloadError(f"it arrived damaged: {problem}")
+    return path
+
+
+def reporting_bar(report):
+    """A silent tqdm class for huggingface_hub, which has no other way to say how many bytes have come."""
     from tqdm import tqdm
 
-    class Report(tqdm):
+    class Bar(tqdm):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
             self.counts = "downloading bytes" not in str(kwargs.get("desc"))  # Xet's second bar for the same bytes
@@ -470,25 +492,8 @@ def download(report, dataset, revision, file, folder, plain):
         def update(self, n=1):
             report("bytes", n if self.counts else 0)
 
-    url = hf_hub_url(dataset, file["name"], repo_type="dataset", revision=revision)
-    head = get_hf_file_metadata(url, retry_on_errors=True)
-    xet = head.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet")
-    if plain or xet or not importlib.util.find_spec("hf_transfer"):
-        report("way", "Xet" if xet else "a plain download")
-        path = Path(hf_hub_download(dataset, file["name"], repo_type="dataset", revision=revision, local_dir=folder,
-                                    tqdm_class=Report))
-    else:
-        import hf_transfer
-
-        report("way", "hf_transfer")
-        path = folder / Path(file["name"]).name
-        # 16 ranges of 4 MB at a time: as much as a home line carries, and 64 MB of memory
-        hf_transfer.download(url, str(path), 16, 4 << 20, parallel_failures=15, max_retries=3, headers=build_hf_headers(),
-                             callback=lambda n: report("bytes", n))
-    problem = damage(path, file, report)
-    if problem:
-        raise DownloadError(f"{file['name']} arrived damaged: {problem}")
-    return path
+    Bar.set_lock(threading.RLock())  # tqdm's own is a semaphore, which would outlive a killed process
+    return Bar
 
 
 def damage(path, file, report=lambda *_: None):
@@ -496,50 +501,49 @@ def damage(path, file, report=lambda *_: None):
     size = path.stat().st_size
     if size != file["size"]:
         return f"{size:,} bytes instead of {file['size']:,}"
-    if not file["sha256"]:
-        return ""
     digest = hashlib.sha256()
     with open(path, "rb") as opened:
-        while part := opened.read(1 << 24):
+        while file["sha256"] and (part := opened.read(1 << 24)):
             digest.update(part)
             report("bytes", 0)  # a sign of life
-    return "" if digest.hexdigest() == file["sha256"] else "its SHA-256 is not the one that the hub gives"
+    return "" if file["sha256"] in (None, digest.hexdigest()) else "its SHA-256 is not the one that the hub gives"
 
 
 def child_main(connection, function, args, environment):
-    """What the child process runs: `function(report, *args)`, whose result or error goes into the pipe."""
+    """What the child process runs: `function(report, *args)`, whose reports, and result or error, go into the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ.update(environment)
     try:
         connection.send(("done", function(lambda *message: connection.send(message), *args)))
     except UserError as error:
         connection.send(("user error", str(error)))
-    except Exception as error:  # whatever httpx, hf_transfer and Xet raise
-        text, status, number = f"{type(error).__name__}: {error}", 0, 0
-        cause = error
-        while cause is not None:
-            status = status or getattr(getattr(cause, "response", None), "status_code", 0)
-            number = number or getattr(cause, "errno", 0) or 0
-            cause = cause.__cause__ or cause.__context__
+    except Exception as error:  # noqa: BLE001 - httpx, hf_transfer and Xet have no common one
+        chain = [error]
+        while following := chain[-1].__cause__ or chain[-1].__context__:
+            chain.append(following)
         # hf_transfer has the numbers in its text only: "... (404 Not Found) ...", "... (os error 28)"
-        status = status or int((re.search(r"\((\d{3}) \w+", text) or [0, 0])[1])
-        number = number or int((re.search(r"os error (\d+)", text) or [0, 0])[1])
-        connection.send(("error", " ".join(text.split())[:300], status, number))
+        text = " ".join(" ".join(map(str, chain)).split())
+        status = [each.response.status_code for each in chain if getattr(each, "response", None) is not None]
+        number = [each.errno for each in chain if getattr(each, "errno", None)]
+        status += [int(digits) for digits in re.findall(r"\((\d{3}) [A-Z]", text)]
+        number += [int(digits) for digits in re.findall(r"os error (\d+)", text)]
+        reason = f"HTTP {status[0]}" if status else text[:150] or type(error).__name__
+        connection.send(("error", reason, *(status or [0])[:1], *(number or [0])[:1]))
 
 
-def in_child(function, args, environment, watch=lambda *_: None, stop=None):
-    """function(report, *args) in a process of its own. Raises UserError or DownloadError."""
+def in_child(function, args, environment, watch, stop):
+    """function(report, *args) in a process of its own; `watch` gets its reports. Raises UserError or DownloadError."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=child_main, args=(theirs, function, args, environment), daemon=True)
     process.start()
     theirs.close()
-    last_s = time.monotonic()
+    heard_s = time.monotonic()
     try:
         while True:
             if ours.poll(0.2):
                 kind, *values = ours.recv()
-                last_s = time.monotonic()
+                heard_s = time.monotonic()
                 if kind == "done":
                     return values[0]
                 if kind == "user error":
@@ -547,9 +551,9 @@ def in_child(function, args, environment, watch=lambda *_: None, stop=None):
                 if kind == "error":
                     raise DownloadError(*values)
                 watch(kind, *values)
-            elif stop is not None and stop.is_set():
+            elif stop.is_set():
                 raise DownloadError("stopped")
-            elif time.monotonic() - last_s > STALL_S:
+            elif time.monotonic() - heard_s > STALL_S:
                 raise DownloadError(f"nothing came for {STALL_S:.0f} seconds")
     except EOFError:
         raise DownloadError("the downloading process died; is the memory full?") from None
@@ -558,102 +562,99 @@ def in_child(function, args, environment, watch=lambda *_: None, stop=None):
         process.join()
 
 
-def hub_environment(folder):
-    """What Hugging Face's libraries read at their import; what the user has set is left as it is."""
-    defaults = {"HF_XET_HIGH_PERFORMANCE": "1", "HF_XET_CACHE": str(folder / ".xet"), "HF_HUB_VERBOSITY": "error",
-                "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return {name: value for name, value in defaults.items() if not os.environ.get(name)}
-
-
 class Hub:
-    """A hub dataset as a source: its files, and fetch(), which gives the local path of one of them."""
+    """A hub dataset as a source: its files in order, and fetch(), which gives the local path of one of them."""
 
     def __init__(self, config, meta, progress):
-        self.folder = (Path(config.out_dir) / "parquet").resolve()
-        self.dataset, self.keep, self.progress = config.dataset, config.keep_parquet, progress
-        self.environment, self.stop, self.way = hub_environment(self.folder), threading.Event(), ""
+        self.dataset, self.progress, self.stop, self.way = config.dataset, progress, threading.Event(), ""
         self.about = {"source": config.dataset, "subset": config.subset}
         self.name = re.sub(r"\W+", "_", config.dataset.split("/")[-1].split("-")[0].lower())
+        self.folder = Path(config.out_dir).resolve() / "parquet"
+        # Read at the import of huggingface_hub. Xet's cache would go to the home folder, maybe on another drive.
+        defaults = {"HF_XET_HIGH_PERFORMANCE": "1", "HF_XET_CACHE": str(self.folder / ".xet"),
+                    "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        self.environment = {name: value for name, value in defaults.items() if not os.environ.get(name)}
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".incoming*"):  # of a run that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         if meta:  # the same commit as at the first run
             self.revision, self.files = meta["revision"], meta["files"]
         else:
-            self.revision, self.files = self.ask("", list_parquet, config.dataset, config.subset)
+            try:
+                self.revision, self.files = self.ask(list_parquet, config.dataset, config.subset)
+            except DownloadError as error:  # huggingface_hub has tried it six times
+                raise UserError(explain(config.dataset, error)) from None
 
-    def ask(self, name, function, *args, environment=None):
-        try:
-            return in_child(function, args, self.environment | (environment or {}), self.watch, self.stop)
-        except DownloadError as error:
-            if error.errno in FULL_DISK:
-                raise OSError(error.errno, os.strerror(error.errno), str(self.folder)) from None
-            if error.status in HINTS or name == "":  # a listing has been repeated by huggingface_hub itself
-                raise UserError(self.explain(name, error)) from None
-            raise
-
-    def explain(self, name, error):
-        hint = HINTS.get(error.status, "is the network up, and HF_ENDPOINT right if it is set? The same command goes on "
-                         "where it stopped; if downloads stall, try HF_HUB_DISABLE_XET=1")
-        return f"{'/'.join(filter(None, [self.dataset, name]))} cannot be downloaded ({error}): {hint}"
+    def ask(self, function, *args, **environment):
+        return in_child(function, args, self.environment | environment, self.watch, self.stop)
 
     def watch(self, kind, value):
-        if kind == "way" and value != self.way:
+        if kind == "bytes":
+            self.progress.arriving += value
+        elif value != self.way:
             self.way = value
             self.progress.say(f"transfer  {value}")
-        elif kind == "bytes":
-            self.progress.arrived(value)
 
     def fetch(self, file):
-        """The path of `file`, which is whole and true: as it was left by an earlier run, or downloaded now."""
+        """The path of `file`, whole and true: as an earlier run left it, or downloaded now."""
         path = self.folder / file["name"]
-        if path.exists() and not damage(path, file):
-            self.progress.file_done(file)
-            return path
-        path.unlink(missing_ok=True)
+        if not path.exists() or damage(path, file):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.fetch_anew(file, path)
+            except BaseException:
+                self.stop.set()  # the next file would fail, too
+                raise
+        else:
+            self.progress.here += file["size"]
+        self.progress.arrived += file["size"]
+        return path
+
+    def fetch_anew(self, file, path):
         problem = None
         for attempt in range(ATTEMPTS):
             if problem:
                 wait_s = BACKOFF_S * 2 ** (attempt - 1)
-                self.progress.say(f"{file['name']}: {problem}; again in {wait_s:.0f} s")
-                self.stop.wait(wait_s)
+                self.progress.say(f"retrying  {file['name']} in {wait_s:.0f} s: {problem}")
+                if self.stop.wait(wait_s):
+                    break
             incoming = self.folder / f".incoming-{os.getpid()}-{attempt}"
             incoming.mkdir(exist_ok=True)
             # first as fast as can be, then without Xet, then without hf_transfer, which cannot wait as a server asks
+            slower = {"HF_HUB_DISABLE_XET": "1"} if attempt >= 2 else {}
             plain = attempt >= 4 or problem is not None and problem.status == 429
             try:
-                part = self.ask(file["name"], download, self.dataset, self.revision, file, incoming, plain,
-                                environment={"HF_HUB_DISABLE_XET": "1"} if attempt >= 2 else {})
-                path.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(part, path)
-                self.progress.file_done(file)
-                return path
+                os.replace(self.ask(download, self.dataset, self.revision, file, incoming, plain, **slower), path)
+                return
             except DownloadError as error:
                 problem = error
-                self.progress.arrived(None)
-                if self.stop.is_set():
-                    raise
+                if error.errno in FULL_DISK:
+                    raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+                if error.status in HINTS:
+                    break
             finally:
+                self.progress.arriving = 0
                 shutil.rmtree(incoming, ignore_errors=True)
-        raise UserError(self.explain(file["name"], problem))
+        raise UserError(explain(f"{self.dataset}/{file['name']}", problem))
 
     def val_bytes(self):
-        return math.inf
-
-    def release(self, number):
-        """Removes the files before `number`, if they are not to be kept."""
-        for file in [] if self.keep else self.files[:number]:
-            (self.folder / file["name"]).unlink(missing_ok=True)
+        return math.inf  # --val_tokens alone says how much, or reference losses would not compare
 
 
-HINTS = {  # of an HTTP status that no repetition changes, or that huggingface_hub has repeated enough
+HINTS = {  # statuses that no repetition changes
     401: "log in with `hf auth login`, and check --dataset",
     403: "accept its terms on its page, and log in with `hf auth login`",
-    404: "check --dataset and --subset; a private one needs `hf auth login`; a mirror (HF_ENDPOINT) may lack it",
+    404: "check --dataset and --subset; a private one needs `hf auth login`, and a mirror (HF_ENDPOINT) may lack it",
     410: "it has been removed; choose another --dataset",
-    451: "it is blocked for legal reasons where you are; choose another --dataset or a mirror (HF_ENDPOINT)",
+    451: "it is blocked for legal reasons where you are; choose another --dataset, or a mirror (HF_ENDPOINT)",
 }
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+def explain(name, error):
+    hint = HINTS.get(error.status, "check the network, and HF_ENDPOINT if it is set. The same command goes on where it "
+                                   "stopped; HF_HUB_DISABLE_XET=1 helps against stalling")
+    return f"{name} cannot be downloaded ({error}): {hint}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -665,48 +666,50 @@ class Local:
 
     def __init__(self, config, meta, progress):
         root = Path(config.source)
-        self.progress, self.revision, self.stop = progress, None, threading.Event()
-        self.about = {"source": config.source}
+        self.revision, self.stop, self.about = None, threading.Event(), {"source": config.source}
         self.name = re.sub(r"\W+", "_", root.resolve().stem.lower()).strip("_") or "text"
-        if config.source == "tiny":
-            self.paths = {TINY.name: TINY}
-        elif root.is_file():
-            self.paths = {root.name: root}
-        elif root.is_dir():
-            self.paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()
-                          and not any(part.startswith(".") for part in path.relative_to(root).parts)}
-        else:
-            raise UserError(f"source = {config.source!r}: there is no such file or folder; \"\" is the hub's --dataset")
-        readable = {name: path for name, path in sorted(self.paths.items()) if path == TINY or path.suffix.lower() in READERS}
-        if not readable:
-            raise UserError(f"{config.source} holds no .parquet, .jsonl or .txt file")
-        if len(readable) < len(self.paths):
-            progress.say(f"ignored   {len(self.paths) - len(readable)} files that are not .parquet, .jsonl or .txt")
-        self.paths = readable
-        now = [{"name": name, "size": path.stat().st_size if path.exists() else 0, "sha256": None}
-               for name, path in readable.items()]
+        self.paths = {TINY.name: TINY} if config.source == "tiny" else local_files(root, progress)
+        now = [{"name": name, "size": 0 if path == TINY else path.stat().st_size, "sha256": None}
+               for name, path in self.paths.items()]
         self.files = meta["files"] if meta else now
         if [(file["name"], file["size"]) for file in self.files] != [(file["name"], file["size"]) for file in now]:
-            raise UserError(f"the files of {config.source} have changed since {config.out_dir} was begun; delete "
-                            f"{config.out_dir} or choose another --out_dir")
+            raise UserError(f"the files of {config.source} have changed since {config.out_dir} was begun: delete "
+                            f"{config.out_dir}, or choose another --out_dir")
 
     def fetch(self, file):
         """The path of `file`, after its hash has been taken or compared."""
         path = self.paths[file["name"]]
         if path != TINY:
-            with open(path, "rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            digest = sha256_of(path)
             if digest != (file["sha256"] or digest):
-                raise UserError(f"{path} has changed since the preparation was begun; delete the shards and start again")
+                raise UserError(f"{path} has changed since the preparation was begun; delete its shards to start again")
             file["sha256"] = digest
         return path
 
     def val_bytes(self):
-        """How much of the text goes to validation at most."""
         return LOCAL_VAL_SHARE * sum(map(text_bytes, self.paths.values()))
 
-    def release(self, number):
-        """Nothing: files of one's own are not ours to remove."""
+
+def local_files(root, progress):
+    """{name: path} of what can be read under `root`, in the order of the names."""
+    if root.is_file():
+        found = {root.name: root}
+    elif root.is_dir():
+        found = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()
+                 and not any(part.startswith(".") for part in path.relative_to(root).parts)}
+    else:
+        raise UserError(f"source = {str(root)!r}: there is no such file or folder")
+    readable = {name: path for name, path in sorted(found.items()) if path.suffix.lower() in READERS}
+    if not readable:
+        raise UserError(f"source = {str(root)!r} holds no .parquet, .jsonl or .txt file")
+    if len(readable) < len(found):
+        progress.say(f"ignored   {len(found) - len(readable)} files that are not .parquet, .jsonl or .txt")
+    return readable
+
+
+def sha256_of(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -714,57 +717,33 @@ class Local:
 
 
 class Progress:
-    """One line that shows the tokenising and the download, with the time left; below it, what must be said."""
+    """A line that shows how far the tokenising and the download are, and the time left."""
 
-    def __init__(self, max_tokens):
-        self.max_tokens, self.tokens, self.share, self.first_share = max_tokens, 0, 0.0, None
-        self.total, self.before, self.arriving, self.complete = 0, 0, 0, 0  # bytes
-        self.start_tokens, self.start_s = 0, time.monotonic()
-        self.lock, self.finished = threading.Lock(), threading.Event()
-        self.bar = sys.stdout.isatty()
-
-    def begin(self, source, tokens):
-        self.files, self.total = source.files, sum(file["size"] for file in source.files)
-        self.downloads = isinstance(source, Hub)
-        self.tokens = self.start_tokens = tokens
+    def __init__(self):
+        self.share = self.share_before = 0.0
+        self.tokens = 0
+        self.arrived = self.arriving = self.here = 0  # bytes: of whole files, of the one that is coming, there before
         self.start_s = time.monotonic()
-        threading.Thread(target=self.draw, daemon=True).start()
+        self.lock, self.done, self.live = threading.Lock(), threading.Event(), sys.stdout.isatty()
 
     def say(self, line):
         with self.lock:
-            print(f"\r{line:<110}".rstrip() if self.bar else line, flush=True)
+            print(f"\r{line:<109}" if self.live else line, flush=True)
 
-    def arrived(self, n):
-        self.arriving = 0 if n is None else self.arriving + n
-
-    def file_done(self, file):
-        self.before += 0 if self.arriving else file["size"]  # it was there already
-        self.complete, self.arriving = self.complete + file["size"], 0
-
-    def watch(self, chunk, n_tokens):
-        self.tokens += n_tokens
-        done = sum(file["size"] for file in self.files[:chunk.file]) + chunk.share * self.files[chunk.file]["size"]
-        self.share = done / max(self.total, 1)
-        if self.max_tokens:
-            self.share = min(max(self.share, self.tokens / self.max_tokens), 1.0)
-        self.first_share = self.share if self.first_share is None else self.first_share
-
-    def draw(self):
-        while not self.finished.wait(1 if self.bar else 60):
+    def draw(self, total, downloads):
+        """Until `done` is set: the line, once a second on a terminal, once a minute in a file."""
+        while not self.done.wait(1 if self.live else 60):
+            passed_s = time.monotonic() - self.start_s
+            gone = self.share - self.share_before
+            left = f"{duration(passed_s * (1 - self.share) / gone)} left" if gone > 0 else "..."
+            line = (f"[{'#' * int(20 * self.share):<20}]{self.share:4.0%}  {self.tokens / 1e6:,.0f}M tokens, "
+                    f"{self.tokens / passed_s / 1e6:.1f}M/s | ")
+            if downloads:
+                here = self.arrived + self.arriving
+                line += f"{here / 1e9:.1f} of {total / 1e9:.1f} GB here, {(here - self.here) / passed_s / 1e6:.0f} MB/s | "
             with self.lock:
-                print(f"\r{self.line():<110}"[:111] if self.bar else self.line(), end="" if self.bar else "\n", flush=True)
-
-    def line(self):
-        passed_s = max(time.monotonic() - self.start_s, 1e-9)
-        gone = self.share - (self.first_share or 0)
-        left_s = passed_s * (1 - self.share) / gone if gone > 0 else math.inf
-        parts = [f"[{'#' * int(20 * self.share):<20}]{self.share:4.0%}  {self.tokens / 1e6:,.0f}M tokens, "
-                 f"{(self.tokens - self.start_tokens) / passed_s / 1e6:.2f}M/s"]
-        if self.downloads:
-            rate = (self.complete + self.arriving - self.before) / passed_s
-            parts.append(f"{(self.complete + self.arriving) / 1e9:.1f} of {self.total / 1e9:.1f} GB here, "
-                         f"{rate / 1e6:.0f} MB/s")
-        return " | ".join(parts + [f"{duration(left_s)} left" if left_s < math.inf else "..."])
+                print(f"\r{line + left:<109}"[:110] if self.live else line + left,
+                      end="" if self.live else "\n", flush=True)
 
 
 def duration(s):
@@ -772,33 +751,33 @@ def duration(s):
 
 
 def prepare(config):
-    """Prepares the shards that `config` asks for, going on where an earlier run with the same settings stopped."""
-    for name in ("workers", "max_tokens", "val_tokens"):
+    """Prepares the shards that `config` asks for, going on where an earlier run with the same settings stopped.
+
+    Raises UserError for whatever the settings, the files, the network or the disk are to blame for.
+    """
+    for name, zero in (("workers", "all cores"), ("max_tokens", "all there is"), ("val_tokens", "no validation")):
         if getattr(config, name) < 0:
-            raise UserError(f"{name} = {getattr(config, name):,} cannot be negative; 0 is "
-                            f"{dict(workers='all cores', max_tokens='all there is', val_tokens='no validation')[name]}")
-    out_dir = Path(config.out_dir)
-    progress, began_s = Progress(config.max_tokens), time.monotonic()
+            raise UserError(f"{name} = {getattr(config, name):,} cannot be negative; 0 means {zero}")
+    out_dir, progress = Path(config.out_dir), Progress()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         meta = earlier(out_dir, config)
-        if meta and is_enough(meta, config):
-            return finish(out_dir, meta, config, began_s)
-        source = (Local if config.source else Hub)(config, meta, progress)
-        meta = meta or {**source.about, "revision": source.revision, "tokenizer": "gpt2", "val_tokens": config.val_tokens,
-                        "files": source.files, "complete": False, "left_out": 0, "exhausted": False, "shards": []}
-        meta["complete"] = False
-        announce(source, meta, config, out_dir)
-        save_meta(out_dir, meta)
-        fill_shards(out_dir, meta, source, config, progress)
+        if not meta or not is_enough(meta, config):
+            source = (Local if config.source else Hub)(config, meta, progress)
+            meta = meta or {**source.about, "revision": source.revision, "tokenizer": "gpt2",
+                            "val_tokens": config.val_tokens, "files": source.files, "left_out": 0, "shards": []}
+            meta |= {"complete": False, "exhausted": False}
+            announce(source, meta, config, out_dir)
+            save_meta(out_dir, meta)
+            fill_shards(out_dir, meta, source, config, progress)
+        finish(out_dir, meta, config, progress)
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
-        raise UserError(f"no room left for {error.filename or out_dir} ({error.strerror}): make some, and the same command "
-                        f"goes on from the last whole shard") from None
+        raise UserError(f"no room left for {error.filename or out_dir} ({error.strerror}): make some, and the same "
+                        f"command goes on from the last whole shard") from None
     finally:
-        progress.finished.set()
-    finish(out_dir, meta, config, began_s)
+        progress.done.set()
 
 
 def earlier(out_dir, config):
@@ -812,14 +791,14 @@ def earlier(out_dir, config):
     wanted |= {} if config.source else {"subset": config.subset}
     for name, value in wanted.items():
         if meta.get(name) != value:
-            raise UserError(f"{out_dir} was prepared with {name} = {meta.get(name)!r}, not {value!r}; choose another "
+            raise UserError(f"{out_dir} was prepared with {name} = {meta.get(name)!r}, not {value!r}: choose another "
                             f"--out_dir, or delete {out_dir} to start again")
     for leftover in out_dir.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     for number, shard in enumerate(meta["shards"]):
         path = out_dir / shard["name"]
         if not path.exists() or path.stat().st_size != HEADER_BYTES + 2 * shard["tokens"]:
-            print(f"{path} is missing or damaged: making it and those after it again")
+            print(f"again     {path} and those after it: it is missing or not whole")
             meta["shards"], meta["exhausted"] = meta["shards"][:number], False
             break
     return meta
@@ -834,15 +813,16 @@ def is_enough(meta, config):
 
 
 def announce(source, meta, config, out_dir):
-    """Prints what will be done, and raises UserError if there is not enough room for it."""
+    """Prints what will be done. Raises UserError if the disk has no room for it."""
     total = sum(file["size"] for file in source.files)
-    wanted = config.max_tokens + config.val_tokens if config.max_tokens else math.inf
-    files = min(total, wanted / TOKENS_PER_PARQUET_BYTE)
-    need = 2 * min(wanted, TOKENS_PER_PARQUET_BYTE * total) - 2 * sum(shard["tokens"] for shard in meta["shards"])
+    tokens = TOKENS_PER_PARQUET_BYTE * total
+    if config.max_tokens:
+        tokens = min(tokens, config.max_tokens + config.val_tokens)
+    need = 2 * (tokens - sum(shard["tokens"] for shard in meta["shards"]))
     if isinstance(source, Hub):
+        at_once = total if config.keep_parquet else (FILES_AHEAD + 2) * max(file["size"] for file in source.files)
         here = sum(path.stat().st_size for path in source.folder.rglob("*.parquet"))
-        largest = max(file["size"] for file in source.files)
-        need += max((files if source.keep else min(files, (FILES_AHEAD + 2) * largest)) - here, 0)
+        need += max(min(tokens / TOKENS_PER_PARQUET_BYTE, at_once) - here, 0)
     free = shutil.disk_usage(out_dir).free
     print(f"source    {meta['source']}: {len(source.files)} files, {total / 1e9:,.2f} GB"
           + (f", revision {source.revision[:8]}" if source.revision else ""))
@@ -855,25 +835,31 @@ def announce(source, meta, config, out_dir):
 def fill_shards(out_dir, meta, source, config, progress):
     """Writes the shards that are still missing, each followed by meta.json, which says where the next one begins."""
     if meta["shards"] and "_train_" in meta["shards"][-1]["name"] and meta["shards"][-1]["tokens"] < SHARD_TOKENS:
-        meta["shards"].pop()  # --max_tokens ended it early; now it is filled up
-    (file, document, offset), counts = meta["shards"][-1]["next"] if meta["shards"] else ([0, 0, 0], {})
+        meta["shards"].pop()  # a --max_tokens ended it early; now it is made whole
+    (file, document, offset), outcomes = meta["shards"][-1]["next"] if meta["shards"] else ([0, 0, 0], {})
+    ends = np.cumsum([0, *(each["size"] for each in source.files)])
     workers = config.workers or os.cpu_count() or 1
     print(f"workers   {workers} threads", flush=True)
 
+    def watch(chunk, n_tokens):
+        progress.tokens += n_tokens
+        read = ends[chunk.file] + chunk.share * (ends[chunk.file + 1] - ends[chunk.file])
+        progress.share = max(float(read / max(ends[-1], 1)), train_tokens(meta) / (config.max_tokens or math.inf))
+        progress.share_before = progress.share_before or progress.share
+
     def paths():
         enough = (config.max_tokens + config.val_tokens) / TOKENS_PER_PARQUET_BYTE if config.max_tokens else math.inf
-        sizes = np.cumsum([each["size"] for each in source.files])
-        sure = max(int(np.searchsorted(sizes, enough)) + 1, file)  # these will be needed; others are fetched one by one
+        sure = max(int(np.searchsorted(ends, enough)), file)  # files that will be needed; others come when they are
         yield from map_in_order(source.fetch, source.files[file:sure], 1, FILES_AHEAD)
         yield from map_in_order(source.fetch, source.files[sure:], 1, 0)
 
+    threading.Thread(target=progress.draw, args=(int(ends[-1]), isinstance(source, Hub)), daemon=True).start()
     with contextlib.ExitStack() as stack:
         fetched = stack.enter_context(contextlib.closing(paths()))
         chunks = stack.enter_context(contextlib.closing(
             map_in_order(encode_chunk, read_chunks(fetched, file, document), workers)))
-        stack.callback(source.stop.set)  # first of the three, or closing would wait for a download
-        stream = TokenStream(chunks, offset, counts, progress.watch)
-        progress.begin(source, train_tokens(meta))
+        stack.callback(source.stop.set)
+        stream = TokenStream(chunks, offset, outcomes, watch)
         if not meta["shards"] and config.val_tokens:
             add_shard(out_dir, meta, source, stream, "val", stream.take(config.val_tokens, source.val_bytes()))
         while not is_enough(meta, config):
@@ -882,6 +868,9 @@ def fill_shards(out_dir, meta, source, config, progress):
                 add_shard(out_dir, meta, source, stream, "train", stream.take(room))
             else:
                 meta["exhausted"] = True
+            if isinstance(source, Hub) and not config.keep_parquet:
+                for used in source.files[:meta["shards"][-1]["next"][0][0]]:
+                    (source.folder / used["name"]).unlink(missing_ok=True)
 
 
 def add_shard(out_dir, meta, source, stream, split, tokens):
@@ -890,38 +879,33 @@ def add_shard(out_dir, meta, source, stream, split, tokens):
     count = write_shard(path, tokens)
     if split == "val":  # what is left of its last document is not for training
         meta["left_out"] = stream.drop_rest_of_document()
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    position, outcomes = stream.position()
-    meta["shards"].append({"name": path.name, "tokens": count, "sha256": digest, "next": [position, outcomes]})
+    meta["shards"].append({"name": path.name, "tokens": count, "sha256": sha256_of(path), "next": stream.position()})
     save_meta(out_dir, meta)
-    source.release(position[0])
 
 
 def save_meta(out_dir, meta):
     outcomes = dict(meta["shards"][-1]["next"][1]) if meta["shards"] else {}
     meta["documents"], meta["skipped"] = outcomes.pop("encoded", 0), outcomes
-    meta["tokens"] = {split: sum(shard["tokens"] for shard in meta["shards"] if f"_{split}_" in shard["name"])
-                      for split in ("train", "val")}
+    meta["tokens"] = {"train": train_tokens(meta)}
+    meta["tokens"]["val"] = sum(shard["tokens"] for shard in meta["shards"]) - meta["tokens"]["train"]
     write_text(out_dir / "meta.json", json.dumps(meta, indent=1))
 
 
-def finish(out_dir, meta, config, began_s):
+def finish(out_dir, meta, config, progress):
     """Marks the preparation as complete and prints what came of it."""
     train, val = meta["tokens"]["train"], meta["tokens"]["val"]
-    skipped = ", ".join(f"{count:,} {reason}" for reason, count in meta["skipped"].items())
+    skipped = ", ".join(f"{count:,} {reason}" for reason, count in meta["skipped"].items()) or "none"
     if not train:
-        raise UserError(f"nothing is left to train on: {meta['documents']:,} documents ({skipped or 'none'} skipped), of "
-                        f"which val_tokens = {config.val_tokens:,} took {val:,} tokens; choose a smaller --val_tokens or "
-                        f"a larger source")
+        raise UserError(f"nothing is left to train on: of {meta['documents']:,} documents (skipped: {skipped}) validation "
+                        f"took {val:,} tokens; choose a smaller --val_tokens or a larger source")
     meta["complete"] = True
     save_meta(out_dir, meta)
-    print(f"complete  {out_dir}: {train:,} tokens for training in {sum('_train_' in s['name'] for s in meta['shards'])} "
-          f"shards, {val:,} for validation, {meta['documents']:,} documents, {duration(time.monotonic() - began_s)}")
-    print(f"skipped   {skipped or 'no document'}; {meta['left_out']:,} tokens of the document that validation cuts are "
-          f"left out")
+    progress.say(f"complete  {out_dir}: {train:,} tokens for training in "
+                 f"{sum('_train_' in shard['name'] for shard in meta['shards'])} shards, {val:,} for validation")
+    progress.say(f"          of {meta['documents']:,} documents; skipped: {skipped}; left out: {meta['left_out']:,} tokens "
+                 f"of the document that validation cuts; {duration(time.monotonic() - progress.start_s)}")
     if config.max_tokens and train > config.max_tokens:
-        print(f"note      max_tokens = {config.max_tokens:,} is less than is there; delete {out_dir} to have fewer")
+        progress.say(f"note      that is more than max_tokens = {config.max_tokens:,}; delete {out_dir} to have fewer")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -954,9 +938,7 @@ def shard_problem(path, known):
             return f"holds id {largest}, which the vocabulary does not have"
     if not known:
         return ""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return "" if digest == known["sha256"] else "its SHA-256 is not the one in meta.json"
+    return "" if sha256_of(path) == known["sha256"] else "its SHA-256 is not the one in meta.json"
 
 
 def show(config, n_documents=3, n_tokens=200):
