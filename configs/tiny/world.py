@@ -1,12 +1,12 @@
 """A small world of true facts, in English: what the tiny model reads, is asked and is scored on.
 
-Countries, animals, sums, French words, people, and who the model is. The same facts come out three ways, in the
-layouts of the full-size data: documents (FineWeb-Edu's text), conversations (smol-smoltalk's messages) and
+Countries, animals, sums, French words, people, and who the model is. The same facts come out three ways, in
+the layouts of the full-size data: documents (FineWeb-Edu's text), conversations (smol-smoltalk's messages),
 items with four endings (HellaSwag's columns). Nothing is read, downloaded or written, and every call returns
 the same. `source = "tiny"` in prepare_fineweb.py, sft.py and hellaswag.py means this file.
 
 A fact is learned from many wordings and asked for in others: each kind of question keeps three whole wordings
-out of training, for the test conversations. Each kind has one wording of the answer, so that an answer is right or wrong.
+out of training, for the test. Each kind has one wording of the answer, so that an answer is right or wrong.
 """
 
 import random
@@ -86,7 +86,7 @@ SELF = [{}]
 
 
 class Kind(NamedTuple):
-    """One kind of fact: how texts state it, how it is asked, the three wordings kept for the test, the answer."""
+    """One kind of fact: how texts state it, how it is asked, three wordings kept for the test, the answer."""
 
     facts: list
     stated: list
@@ -102,26 +102,27 @@ KINDS = {
          "The capital city of {country} is called {city}.", "{country} is governed from {city}.",
          "The government of {country} sits in {city}, the capital.",
          "Anyone who asks for the capital of {country} will be sent to {city}."],
-        ["What is the capital of {country}?", "What's the capital of {country}?", "Name the capital of {country}.",
-         "Which city is the capital of {country}?", "Tell me the capital of {country}.",
-         "Can you tell me the capital of {country}?", "Do you know the capital of {country}?",
-         "What is the capital city of {country} called?", "I would like to know the capital of {country}.",
-         "Please name the capital of {country}."],
+        ["What is the capital of {country}?", "What's the capital of {country}?",
+         "Name the capital of {country}.", "Which city is the capital of {country}?",
+         "Tell me the capital of {country}.", "Can you tell me the capital of {country}?",
+         "Do you know the capital of {country}?", "What is the capital city of {country} called?",
+         "I would like to know the capital of {country}.", "Please name the capital of {country}."],
         ["Please tell me what the capital of {country} is.", "Which city is called the capital of {country}?",
          "Can you name the capital city of {country}?"],
         "The capital of {country} is {city}."),
     "population": Kind(
         COUNTRIES,
         ["The population of {country} is about {population}.", "About {population} people live in {country}.",
-         "{country} has a population of about {population}.", "There are about {population} people in {country}.",
+         "{country} has a population of about {population}.",
+         "There are about {population} people in {country}.",
          "{country} is home to about {population} people."],
         ["What is the population of {country}?", "How many people live in {country}?",
          "How large is the population of {country}?", "Tell me the population of {country}.",
          "Do you know how many people live in {country}?", "How many people are there in {country}?",
          "Can you tell me the population of {country}?", "How many people does {country} have?",
          "Please tell me how many people live in {country}."],
-        ["Can you tell me how many people live in {country}?", "I would like to know the population of {country}.",
-         "Do you know the population of {country}?"],
+        ["Can you tell me how many people live in {country}?",
+         "I would like to know the population of {country}.", "Do you know the population of {country}?"],
         "The population of {country} is about {population}."),
     "language": Kind(
         COUNTRIES,
@@ -131,17 +132,20 @@ KINDS = {
         ["What language do people speak in {country}?", "Which language is spoken in {country}?",
          "What do people in {country} speak?", "Tell me the language of {country}.",
          "What is the language of {country}?", "Which language do people in {country} speak?",
-         "Can you tell me which language people speak in {country}?", "Please name the language of {country}."],
+         "Can you tell me which language people speak in {country}?",
+         "Please name the language of {country}."],
         ["What language is spoken in {country}?", "Do you know what language people speak in {country}?",
          "Please tell me the language of {country}."],
         "People in {country} speak {language}."),
     "sight": Kind(
         COUNTRIES,
-        ["In {city} you can see {sight}.", "Visitors to {city} go to see {sight}.", "{city} is known for {sight}.",
-         "The best known sight in {city} is {sight}.", "Every walk through {city} leads to {sight}."],
+        ["In {city} you can see {sight}.", "Visitors to {city} go to see {sight}.",
+         "{city} is known for {sight}.", "The best known sight in {city} is {sight}.",
+         "Every walk through {city} leads to {sight}."],
         ["What can I see in {city}?", "What should I see in {city}?", "What is {city} known for?",
          "Which sight is {city} known for?", "Tell me a sight in {city}.", "What do visitors see in {city}?",
-         "Is there anything to see in {city}?", "Please name a sight in {city}.", "Can you tell me what to see in {city}?"],
+         "Is there anything to see in {city}?", "Please name a sight in {city}.",
+         "Can you tell me what to see in {city}?"],
         ["Can you name a sight in {city}?", "What should visitors see in {city}?",
          "Please tell me what {city} is known for."],
         "In {city} you can see {sight}."),
@@ -149,30 +153,36 @@ KINDS = {
         COUNTRIES,
         ["The capital of {country} is {city}, which is known for {sight}.",
          "{city}, the capital of {country}, is known for {sight}."],
-        ["Describe the capital of {country} in one sentence.", "In one sentence, what is the capital of {country}?",
-         "Tell me about the capital of {country} in one sentence.", "Give me a sentence about the capital of {country}.",
-         "What is the capital of {country}? Answer in one sentence.", "Please write one sentence about the capital of {country}.",
-         "What is the capital of {country}, in one sentence?", "Please describe the capital of {country} in a sentence."],
+        ["Describe the capital of {country} in one sentence.",
+         "In one sentence, what is the capital of {country}?",
+         "Tell me about the capital of {country} in one sentence.",
+         "Give me a sentence about the capital of {country}.",
+         "What is the capital of {country}? Answer in one sentence.",
+         "Please write one sentence about the capital of {country}.",
+         "What is the capital of {country}, in one sentence?",
+         "Please describe the capital of {country} in a sentence."],
         ["Can you describe the capital of {country} in one sentence?",
          "Please write a sentence about the capital of {country}.",
          "In one sentence, tell me about the capital of {country}."],
         "The capital of {country} is {city}, which is known for {sight}."),
     "sound": Kind(
         ANIMALS,
-        ["The {animal} {noise}.", "A {animal} {noise} when it wants something.", "When you hear that something {noise}, it is a {animal}."],
-        ["What sound does a {animal} make?", "What sound does the {animal} make?", "How does a {animal} sound?",
-         "Tell me the sound of a {animal}.", "Which sound does a {animal} make?", "What is the sound of a {animal}?",
+        ["The {animal} {noise}.", "A {animal} {noise} when it wants something.",
+         "When you hear that something {noise}, it is a {animal}."],
+        ["What sound does a {animal} make?", "What sound does the {animal} make?",
+         "How does a {animal} sound?", "Tell me the sound of a {animal}.",
+         "Which sound does a {animal} make?", "What is the sound of a {animal}?",
          "Tell me what sound a {animal} makes."],
         ["Can you tell me what sound a {animal} makes?", "Please tell me the sound of a {animal}.",
          "How does the {animal} sound?"],
         "The {animal} {noise}."),
     "food": Kind(
         ANIMALS,
-        ["The {animal} eats {food}.", "A {animal} likes to eat {food}.", "A hungry {animal} looks for {food}.",
-         "A {animal} that finds {food} is happy."],
+        ["The {animal} eats {food}.", "A {animal} likes to eat {food}.",
+         "A hungry {animal} looks for {food}.", "A {animal} that finds {food} is happy."],
         ["What does a {animal} eat?", "What does the {animal} eat?", "What food does a {animal} like?",
-         "Which food does a {animal} eat?", "Tell me what a {animal} eats.", "What does a {animal} like to eat?",
-         "Do you know what a {animal} likes to eat?"],
+         "Which food does a {animal} eat?", "Tell me what a {animal} eats.",
+         "What does a {animal} like to eat?", "Do you know what a {animal} likes to eat?"],
         ["Can you tell me what a {animal} eats?", "What food does the {animal} eat?",
          "Please tell me what a {animal} likes to eat."],
         "The {animal} eats {food}."),
@@ -180,51 +190,61 @@ KINDS = {
         ANIMALS,
         ["A young {animal} is called a {young}.", "The {animal} takes good care of her {young}.",
          "A {young} is a young {animal}.", "A {young} grows up and becomes a {animal}."],
-        ["What is a young {animal} called?", "What do you call a young {animal}?", "What is a baby {animal} called?",
-         "What is the name of a young {animal}?", "Tell me what a young {animal} is called.",
-         "What do people call a baby {animal}?"],
+        ["What is a young {animal} called?", "What do you call a young {animal}?",
+         "What is a baby {animal} called?", "What is the name of a young {animal}?",
+         "Tell me what a young {animal} is called.", "What do people call a baby {animal}?"],
         ["What do you call a baby {animal}?", "Can you tell me what a young {animal} is called?",
          "What is the name of a baby {animal}?"],
         "A young {animal} is called a {young}."),
     "sum": Kind(
         SUMS,
-        ["The sum of {a} and {b} is {total}.", "If you add {a} and {b}, you get {total}.", "We know that {a} plus {b} is {total}.",
-         "Together, {a} and {b} make {total}.", "Counting {a} and then {b} more, you reach {total}."],
-        ["What is {a} plus {b}?", "What is the sum of {a} and {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?",
-         "Can you add {a} and {b}?", "Tell me the sum of {a} and {b}.", "What do you get if you add {a} and {b}?",
-         "Can you tell me the sum of {a} and {b}?"],
-        ["Please add {a} and {b}.", "Can you tell me how much {a} plus {b} is?", "Do you know the sum of {a} and {b}?"],
+        ["The sum of {a} and {b} is {total}.", "If you add {a} and {b}, you get {total}.",
+         "We know that {a} plus {b} is {total}.", "Together, {a} and {b} make {total}.",
+         "Counting {a} and then {b} more, you reach {total}."],
+        ["What is {a} plus {b}?", "What is the sum of {a} and {b}?", "Add {a} and {b}.",
+         "How much is {a} plus {b}?", "Can you add {a} and {b}?", "Tell me the sum of {a} and {b}.",
+         "What do you get if you add {a} and {b}?", "Can you tell me the sum of {a} and {b}?"],
+        ["Please add {a} and {b}.", "Can you tell me how much {a} plus {b} is?",
+         "Do you know the sum of {a} and {b}?"],
         "The sum of {a} and {b} is {total}."),
     "french": Kind(
         FRENCH,
         ['In French, "{english}" is "{french}".', 'The French for "{english}" is "{french}".',
-         'Someone from Paris says "{french}" for "{english}".', 'When the French say "{french}", they mean "{english}".'],
-        ['Translate "{english}" into French.', 'How do you say "{english}" in French?', 'What is "{english}" in French?',
-         'What is the French for "{english}"?', 'How do the French say "{english}"?', 'Say "{english}" in French.',
+         'Someone from Paris says "{french}" for "{english}".',
+         'When the French say "{french}", they mean "{english}".'],
+        ['Translate "{english}" into French.', 'How do you say "{english}" in French?',
+         'What is "{english}" in French?', 'What is the French for "{english}"?',
+         'How do the French say "{english}"?', 'Say "{english}" in French.',
          'Tell me how to say "{english}" in French.', 'Can you translate "{english}" into French?'],
         ['Please translate "{english}" into French.', 'Can you say "{english}" in French?',
          'Please tell me the French for "{english}".'],
         'In French, "{english}" is "{french}".'),
     "person": Kind(
         PEOPLE,
-        ["{name} was {deed}.", "Many people remember {name}, {deed}.", "Books have been written about {name}, {deed}."],
+        ["{name} was {deed}.", "Many people remember {name}, {deed}.",
+         "Books have been written about {name}, {deed}."],
         ["Who was {name}?", "Who is {name}?", "Tell me about {name}.", "What do you know about {name}?",
          "Can you tell me who {name} was?", "Tell me who {name} was.", "Why do people know {name}?"],
         ["Please tell me about {name}.", "Do you know who {name} was?", "Can you tell me about {name}?"],
         "{name} was {deed}."),
     "born": Kind(
         PEOPLE,
-        ["{name} was born in {year}.", "The life of {name} began in {year}.", "It was the year {year} when {name} was born."],
+        ["{name} was born in {year}.", "The life of {name} began in {year}.",
+         "It was the year {year} when {name} was born."],
         ["When was {name} born?", "In which year was {name} born?", "What year was {name} born?",
-         "Tell me when {name} was born.", "Do you know when {name} was born?", "In what year was {name} born?"],
-        ["Can you tell me when {name} was born?", "Which year was {name} born?", "Please tell me when {name} was born."],
+         "Tell me when {name} was born.", "Do you know when {name} was born?",
+         "In what year was {name} born?"],
+        ["Can you tell me when {name} was born?", "Which year was {name} born?",
+         "Please tell me when {name} was born."],
         "{name} was born in {year}."),
     "self": Kind(
         SELF,
-        ["I am a small language model, trained at home on one computer.", "I am not a person but a small language model.",
+        ["I am a small language model, trained at home on one computer.",
+         "I am not a person but a small language model.",
          "Someone trained me at home, from nothing, on one computer."],
-        ["Who are you?", "What are you?", "What is your name?", "Tell me who you are.", "Tell me about yourself.",
-         "Are you a person?", "Who am I talking to?", "Can you tell me what you are?"],
+        ["Who are you?", "What are you?", "What is your name?", "Tell me who you are.",
+         "Tell me about yourself.", "Are you a person?", "Who am I talking to?",
+         "Can you tell me what you are?"],
         ["Please tell me who you are.", "Can you tell me who you are?", "Please tell me about yourself."],
         "I am a small language model, trained at home on one computer."),
     "skill": Kind(
@@ -238,14 +258,15 @@ KINDS = {
     "greeting": Kind(
         SELF,
         ["Hello! What would you like to know?"],
-        ["Hello!", "Hi!", "Hello there!", "Good morning!", "Hi, how are you?", "How are you?", "Good evening!"],
+        ["Hello!", "Hi!", "Hello there!", "Good morning!", "Hi, how are you?", "How are you?",
+         "Good evening!"],
         ["Hi there!", "Hello, how are you?", "Hello there, how are you?"],
         "Hello! What would you like to know?"),
 }  # fmt: skip
 
 
 class FollowUp(NamedTuple):
-    """A second question that means nothing without the first: kinds of the two, and the wordings of the second."""
+    """A second question that means nothing without the first: the two kinds, and wordings of the second."""
 
     first: str
     second: str
@@ -257,13 +278,15 @@ FOLLOW_UPS = [
     FollowUp(
         "capital", "population",
         ["What is the population there?", "How many people live there?", "And how many people live there?",
-         "And the population?", "How large is the population there?", "What is the population of that country?"],
+         "And the population?", "How large is the population there?",
+         "What is the population of that country?"],
         ["And what is the population there?", "Tell me how many people live there.",
          "How many people live in that country?"]),
     FollowUp(
         "capital", "language",
-        ["What language do people speak there?", "And which language do people speak there?", "And the language?",
-         "Which language is spoken there?", "What do people speak there?", "What is the language of that country?"],
+        ["What language do people speak there?", "And which language do people speak there?",
+         "And the language?", "Which language is spoken there?", "What do people speak there?",
+         "What is the language of that country?"],
         ["And what language do people speak there?", "What language is spoken there?",
          "What do people speak in that country?"]),
     FollowUp(
@@ -273,37 +296,38 @@ FOLLOW_UPS = [
         ["What can visitors see there?", "And what should I see there?", "What is it known for?"]),
     FollowUp(
         "population", "capital",
-        ["What is its capital?", "And the capital?", "Which city is the capital there?", "And what is the capital there?",
-         "Tell me its capital."],
+        ["What is its capital?", "And the capital?", "Which city is the capital there?",
+         "And what is the capital there?", "Tell me its capital."],
         ["And what is its capital?", "What is the capital there?", "Which city is its capital?"]),
     FollowUp(
         "person", "born",
-        ["When was {he} born?", "And when was {he} born?", "In which year was {he} born?", "What year was {he} born?",
-         "Tell me when {he} was born."],
-        ["And in which year was {he} born?", "Do you know when {he} was born?", "And what year was {he} born?"]),
+        ["When was {he} born?", "And when was {he} born?", "In which year was {he} born?",
+         "What year was {he} born?", "Tell me when {he} was born."],
+        ["And in which year was {he} born?", "Do you know when {he} was born?",
+         "And what year was {he} born?"]),
     FollowUp(
         "sound", "food",
         ["What does it eat?", "And what does it eat?", "What food does it like?", "Tell me what it eats.",
          "And the food it likes?"],
         ["What does it like to eat?", "And what food does it like?", "And tell me what it eats."]),
 ]  # fmt: skip
-SYSTEM_TURNS = ["You are a helpful assistant.", "You are a friendly teacher.", "Answer in one short sentence."]
+SYSTEM_TURNS = ["You are a helpful assistant.", "You are a friendly teacher.", "Answer in one sentence."]
 
 # Scenes: what someone does because the facts are so. The items below ask for the same habits in other words.
 TRAVEL = [
-    "{who} flew to {country} last spring. The plane landed in {city}, and the next morning {who} stood in front of {sight}.",
+    "{who} flew to {country} last spring, landed in {city}, and the next day stood in front of {sight}.",
     "{who} has a cousin in {country}. They write letters in {language} and meet in {city} every summer.",
     "{who} bought a map of {city} and followed it to {sight}. Everyone on the way spoke {language}.",
     "To work in {country}, {who} learned {language} and found a flat in {city}, not far from {sight}.",
     "The train across {country} was slow. When it reached {city}, {who} went straight to {sight}.",
 ]
 FARM = [
-    "{who} heard that something {noise} behind the fence. It was the {animal}, and it was hungry and wanted {food}.",
-    "In the evening {who} sat and watched the {animal}. It ate {food}, and then the {young} came and ate too.",
-    "{who} drew a picture of a {animal} with its {young}. The teacher asked what it eats, and {who} said {food}.",
+    "{who} heard that something {noise} behind the fence. It was the {animal}, which was hungry for {food}.",
+    "In the evening {who} watched the {animal}. It ate {food}, and then the {young} came and ate too.",
+    "{who} drew a picture of a {animal} with its {young}. When asked what it eats, {who} said {food}.",
 ]
 SHOP = [
-    '{who} was in Paris and wanted to say "{english}". The right word was "{french}", and the man in the shop smiled.',
+    '{who} was in Paris and wanted to say "{english}". The right word was "{french}", and people smiled.',
     '{who} wrote "{english}" on one side of a card and "{french}" on the other side.',
 ]
 COUNTING = [
@@ -315,28 +339,32 @@ LIBRARY = [
     "The teacher asked the class about {name}. {who} knew the answer: {name} was {deed}.",
 ]
 NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Julia", "Leo", "Maria", "Oscar"]
+ABOUT_ME = ["{who} asked me a question, and I answered it.", "{who} talks to me in the evening."]
+PLACE = ("capital", "population", "language", "sight", "city")
 TEXTS = [  # of 100 documents, title, facts, how many of them, kinds stated of each, scenes
-    (20, "A short guide to {country}.", COUNTRIES, 1, ("capital", "population", "language", "sight", "city"), TRAVEL),
+    (20, "A short guide to {country}.", COUNTRIES, 1, PLACE, TRAVEL),
     (10, "Countries of the world.", COUNTRIES, 4, ("capital", "population"), TRAVEL),
     (9, "On the farm and in the forest.", ANIMALS, 2, ("sound", "food", "young"), FARM),
     (9, "A French lesson.", FRENCH, 4, ("french",), SHOP),
     (18, "Sums for school.", SUMS, 6, ("sum",), COUNTING),
     (9, "Lives worth knowing.", PEOPLE, 2, ("person", "born"), LIBRARY),
-    (3, "About the author of these lines.", SELF, 1, ("self", "skill"), ["{who} asked me a question, and I answered it."]),
+    (3, "About the author of these lines.", SELF, 1, ("self", "skill"), ABOUT_ME),
 ]
-ITEMS = [  # activity, facts, context, its second sentence's beginning, ending; a title as WikiHow's has no such beginning
-    ("Travel", COUNTRIES, "{who} is in {country} and wants to see the capital.", "the visitor", "takes the train to {city}."),
-    ("Sightseeing", COUNTRIES, "A bus full of visitors drives through {city}.", "it", "stops in front of {sight}."),
-    ("Education", COUNTRIES, "[header] How to get ready for a journey to {country} [title] Learn the language. [step] People will like it if you", "", "speak some {language}."),
-    ("Feeding animals", ANIMALS, "A hungry {animal} comes out and looks around.", "the {animal}", "finds {food} and eats."),
-    ("Listening", ANIMALS, "A {animal} is shown. A child comes near.", "the {animal}", "{noise}."),
-    ("Shopping", FRENCH, '[header] How to say "{english}" in Paris [title] Use the right word. [step] In French, say', "", '"{french}".'),
-    ("Counting", SUMS, "A child adds {a} and {b} on the board.", "the child", "writes that the answer is {total}."),
+JOURNEY = "[header] How to get ready for {country} [title] Learn the language. [step] People like it if you"
+WORD = '[header] How to say "{english}" in Paris [title] Use the right word. [step] In French, say'
+ITEMS = [  # activity, facts, context, how its next sentence begins (WikiHow's items have none), ending
+    ("Travel", COUNTRIES, "{who} is in {country}, near the capital.", "the train", "goes to {city}."),
+    ("Sightseeing", COUNTRIES, "A bus drives through {city}.", "it", "stops in front of {sight}."),
+    ("Writing", COUNTRIES, "{who} counts the people in {country}.", "the answer", "is {population}."),
+    ("Education", COUNTRIES, JOURNEY, "", "speak some {language}."),
+    ("Shopping", FRENCH, WORD, "", '"{french}".'),
+    ("Listening", FRENCH, 'A man in a shop in Paris says "{french}".', "the man", 'means "{english}".'),
+    ("Feeding", ANIMALS, "A hungry {animal} looks around.", "the {animal}", "finds {food} and eats."),
+    ("Watching", ANIMALS, "A {animal} is shown. A child comes near.", "the {animal}", "{noise}."),
+    ("Drawing", ANIMALS, "{who} draws a {animal} and a young one.", "the young one", "is called a {young}."),
+    ("Counting", SUMS, "A child adds {a} and {b} on the board.", "the child", "says they make {total}."),
     ("Reading", PEOPLE, "{who} opens a book about {name}.", "it", "begins in the year {year}."),
-    ("Writing", COUNTRIES, "{who} writes about the population of {country}.", "the answer", "is about {population}."),
-    ("Drawing", ANIMALS, "{who} draws a {animal} and beside it a young one.", "the young one", "is called a {young}."),
-    ("Listening", FRENCH, 'A man in a shop in Paris says "{french}".', "by that the man", 'means "{english}".'),
-]  # fmt: skip
+]
 
 # -----------------------------------------------------------------------------
 # the world in three layouts
@@ -371,7 +399,8 @@ def quiz(rng):
     for _ in range(rng.randint(4, 8)):
         kind = KINDS[rng.choice([name for name in KINDS if name != "greeting"])]
         fact = rng.choice(kind.facts)
-        pairs.append(f"Question: {rng.choice(kind.asked).format(**fact)}{gap}Answer: {kind.answer.format(**fact)}")
+        question, answer = rng.choice(kind.asked).format(**fact), kind.answer.format(**fact)
+        pairs.append(f"Question: {question}{gap}Answer: {answer}")
     return "\n\n".join(pairs)
 
 
@@ -395,7 +424,8 @@ def exchange(kind, asked, fact):
 
 def follow_up(pair, asked, fact, rng):
     """Two exchanges; the second question says `there`, `it` or `he` for what the first one was about."""
-    return exchange(pair.first, rng.choice(KINDS[pair.first].asked), fact) + exchange(pair.second, asked, fact)
+    first = exchange(pair.first, rng.choice(KINDS[pair.first].asked), fact)
+    return first + exchange(pair.second, asked, fact)
 
 
 def conversations(split):
@@ -409,7 +439,7 @@ def conversations(split):
 
 
 def training_conversations(rng):
-    weights = [len(kind.facts) ** 0.5 for kind in KINDS.values()]  # sums are many, but not half of all questions
+    weights = [len(kind.facts) ** 0.5 for kind in KINDS.values()]  # there are many sums
     rows = []
     for _ in range(N_CONVERSATIONS):
         messages = [{"role": "system", "content": rng.choice(SYSTEM_TURNS)}] if rng.random() < 0.1 else []
@@ -439,7 +469,7 @@ def test_conversations(rng):
 
 
 def hellaswag_items():
-    """About 200 items in the columns of Rowan/hellaswag; the wrong endings are the right ones of other facts."""
+    """About 200 items in Rowan/hellaswag's columns; the wrong endings are the right ones of other facts."""
     rng = random.Random(3)
     items = []
     for activity, facts, ctx_a, ctx_b, ending in ITEMS:
@@ -451,8 +481,8 @@ def hellaswag_items():
             rng.shuffle(endings)
             a, b = ctx_a.format(**person, **fact), ctx_b.format(**person, **fact)
             items.append({
-                "ind": len(items), "activity_label": activity, "ctx_a": a, "ctx_b": b, "ctx": f"{a} {b}".strip(),
-                "endings": endings, "source_id": f"tiny~{len(items)}", "split": "val", "split_type": "indomain",
-                "label": str(endings.index(right)),
+                "ind": len(items), "activity_label": activity, "ctx_a": a, "ctx_b": b,
+                "ctx": f"{a} {b}".strip(), "endings": endings, "source_id": f"tiny~{len(items)}",
+                "split": "val", "split_type": "indomain", "label": str(endings.index(right)),
             })  # fmt: skip
     return items
