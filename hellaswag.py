@@ -50,10 +50,10 @@ class Config:
 
 
 def load_items(source=""):
-    """The questions of `source` as dicts with Rowan/hellaswag's columns, and how many rows were left out as broken.
+    """The questions of `source` as dicts with Rowan/hellaswag's columns, and how many broken were dropped.
 
-    source  "" for the hub's validation split, kept in data/hellaswag/; "tiny" for configs/tiny/world.py; or a local
-            parquet or jsonl file, a folder of them, or one that datasets' save_to_disk() made
+    source  "" for the hub's validation split, kept in data/hellaswag/; "tiny" for configs/tiny/world.py; or a
+            local parquet or jsonl file, a folder of them, or one that datasets' save_to_disk() made
 
     Raises UserError when there is nothing to be had, or nothing that can be scored.
     """
@@ -68,17 +68,17 @@ def load_items(source=""):
     items = [row for row in rows if usable(row)]
     if not items:
         raise UserError(
-            f"{source or KEPT} has no question that can be scored: none of {len(rows)} rows has ctx, ctx_a, ctx_b, "
-            "activity_label, four endings and a label from 0 to 3 (the test split has no labels)"
+            f"{source or KEPT} has no question that can be scored: none of {len(rows)} rows has ctx, ctx_a, "
+            "ctx_b, activity_label, four endings and a label from 0 to 3 (the test split has no labels)"
         )
     return items, len(rows) - len(items)
 
 
 def usable(row):
-    """Whether a row is a whole question. The label is text in the parquet files, a number in the old jsonl."""
+    """Whether a row is a whole question. The label is text in the parquet file, a number in the old jsonl."""
     if not isinstance(row, dict) or not isinstance(row.get("endings"), list) or len(row["endings"]) != 4:
         return False
-    texts = [row.get(column) for column in ("ctx", "ctx_a", "ctx_b", "activity_label")]  # of these ctx_b is often ""
+    texts = [row.get(column) for column in ("ctx", "ctx_a", "ctx_b", "activity_label")]  # ctx_b is often ""
     if not all(isinstance(text, str) for text in texts + row["endings"]):
         return False
     labelled = str(row.get("label")) in ("0", "1", "2", "3")
@@ -86,9 +86,9 @@ def usable(row):
 
 
 def read_rows(path):
-    """The rows of a local parquet or jsonl file, or of a folder, as dicts; a line that is not JSON is None."""
+    """The rows of a local parquet or jsonl file, or a folder, as dicts; a line that is not JSON is None."""
     if not path.exists():
-        raise UserError(f"HellaSwag's source {path} does not exist; it is a parquet or jsonl file, or a folder")
+        raise UserError(f"HellaSwag's source {path} does not exist; name a parquet or jsonl file or a folder")
     if path.is_dir():
         return read_folder(path)
     try:
@@ -113,7 +113,8 @@ def read_folder(path):
             data = data["validation"] if "validation" in data else next(iter(data.values()))
         return data.to_list()
     files = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", ".jsonl"))
-    files = [file for file in files if "val" in file.name] or files  # a copy of the hub's folder has train and test, too
+    # a copy of the hub's folder has train and test, too
+    files = [file for file in files if "val" in file.name] or files
     return [row for file in files for row in read_rows(file)]
 
 
@@ -126,7 +127,7 @@ def parse_line(line, path, number):
 
 
 def download(path):
-    """Fetches the validation split from the hub and keeps it as the parquet file `path`, which is returned."""
+    """Fetches the validation split from the hub, keeps it as the parquet file `path`, and returns that."""
     try:
         import datasets
 
@@ -138,10 +139,10 @@ def download(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except Exception as error:  # HTTP status, timeout, name lookup, full disk: the libraries raise a dozen unrelated classes
+    except Exception as error:  # an HTTP status, a timeout, no name server, a full disk: a dozen classes
         raise UserError(
-            f"HellaSwag cannot be fetched from the hub ({type(error).__name__}: {first_line(error)}); try again later, or "
-            f"put the parquet file of {DATASET}'s validation split at {path}, or name a local copy as its source"
+            f"HellaSwag cannot be fetched from the hub ({type(error).__name__}: {first_line(error)}); "
+            f"try again later, or put the parquet file of {DATASET}'s validation split at {path}"
         ) from error
     return path
 
@@ -160,7 +161,7 @@ def completion_text(item):
 
 
 def harness_text(item):
-    """lm-evaluation-harness' text (lm_eval/tasks/hellaswag/utils.py): with the activity, without WikiHow's brackets."""
+    """lm-evaluation-harness' text: the activity first, no WikiHow brackets (its tasks/hellaswag/utils.py)."""
 
     def clean(text):
         text = text.strip().replace(" [title]", ". ")
@@ -177,7 +178,7 @@ def tokenize(item, style):
     if style == "completion":
         ids = encode(context)
         return [(ids, encode(" " + ending)) for ending in endings], n_chars
-    # The harness encodes context and ending in one piece, with the context's trailing spaces counted to the ending.
+    # the harness encodes context and ending in one piece, and counts the context's last spaces to the ending
     stem = context.rstrip()
     wholes = [encode(f"{context} {ending}") for ending in endings]
     cut = len(encode(stem))
@@ -187,8 +188,8 @@ def tokenize(item, style):
 def make_rows(questions, block_size):
     """What to read: [(context ids, [(slot, ending ids), ...]), ...], and the questions that do not fit.
 
-    A slot is 4 x question + ending. Endings with the same context share a row. A context that is too long loses its
-    beginning, as in the harness; the ending stays whole, and a question with an ending longer than block_size is left out.
+    A slot is 4 x question + ending. Endings with the same context share a row. A context that is too long
+    loses its beginning, as in the harness; a question with an ending longer than block_size is left out.
     """
     rows, too_long = [], set()
     for q, pairs in enumerate(questions):
@@ -197,7 +198,7 @@ def make_rows(questions, block_size):
             continue
         shared = {}
         for k, (context, ending) in enumerate(pairs):
-            room = block_size + 1 - len(ending)  # one more than block_size: nothing is predicted from the last token
+            room = block_size + 1 - len(ending)  # one more, because the last token is never read
             shared.setdefault(tuple(context[-room:]), []).append((4 * q + k, ending))
         rows += shared.items()
     return rows, too_long
@@ -210,22 +211,23 @@ def make_rows(questions, block_size):
 def evaluate(model, items, n=0, style="completion", progress=False, max_tokens=0):
     """Scores `model` on `items`; its training mode is as before afterwards, and no random number is drawn.
 
-    n           how many questions, evenly spaced (the file's first third is ActivityNet, the rest WikiHow); 0 is all
+    n           how many questions, evenly spaced (the file begins with ActivityNet, then WikiHow); 0 is all
     style       "completion" (build-nanogpt, llm.c) or "harness" (lm-evaluation-harness)
     max_tokens  read at once, which bounds the memory; 0 is 16,384 on a GPU, less than a training step there
 
-    Returns {"acc", "acc_norm" (shares of right choices by the endings' summed loss, and by that divided by their length
-    in tokens or characters), "stderr" (of acc_norm), "n" (questions scored), "broken" (left out), "rows" (one dict for
-    each scored question)}. Raises UserError if the losses are not finite, or nothing can be scored.
+    Returns a dict: acc and acc_norm, the shares of right choices by the endings' summed losses, and by those
+    divided by the endings' lengths (in tokens; the harness' style in characters); stderr, of acc_norm; n, the
+    questions scored; broken, those left out; rows, a dict for each question scored. Raises UserError if the
+    losses are not finite, or nothing can be scored.
     """
-    if n:
-        items = [items[i * len(items) // n] for i in range(min(n, len(items)))] if n < len(items) else items
+    if 0 < n < len(items):
+        items = [items[i * len(items) // n] for i in range(n)]
     whole = [(i, item) for i, item in enumerate(items) if usable(item)]
     encoded = [tokenize(item, style) for _, item in whole]
     rows, too_long = make_rows([pairs for pairs, _ in encoded], model.config.block_size)
     sums = ending_losses(model, rows, 4 * len(whole), max_tokens, progress).reshape(-1, 4)
     if not np.isfinite(sums).all():
-        raise UserError("the model's losses on HellaSwag are not finite: its weights have diverged or are damaged")
+        raise UserError("the model's losses on HellaSwag are not finite: its weights diverged or are damaged")
     scored = []
     for q, (i, item) in enumerate(whole):
         pairs, n_chars = encoded[q]
@@ -233,11 +235,12 @@ def evaluate(model, items, n=0, style="completion", progress=False, max_tokens=0
             continue
         n_tokens = [len(ending) for _, ending in pairs]
         norm = sums[q] / (n_chars if style == "harness" else n_tokens)
-        scored.append({"row": i, "ind": item.get("ind"), "label": int(item["label"]), "choice": int(sums[q].argmin()),
-                       "choice_norm": int(norm.argmin()), "losses": sums[q].tolist(), "n_tokens": n_tokens,
-                       "n_chars": n_chars})  # fmt: skip
+        scored.append({
+            "row": i, "ind": item.get("ind"), "label": int(item["label"]), "losses": sums[q].tolist(),
+            "n_tokens": n_tokens, "n_chars": n_chars, "choice": int(sums[q].argmin()),
+            "choice_norm": int(norm.argmin())})  # fmt: skip
     if not scored:
-        raise UserError(f"none of {len(items)} HellaSwag questions can be scored with block_size {model.config.block_size}")
+        raise UserError(f"none of {len(items)} HellaSwag questions is whole and fits block_size")
     acc = np.mean([row["choice"] == row["label"] for row in scored])
     acc_norm = np.mean([row["choice_norm"] == row["label"] for row in scored])
     return {"acc": float(acc), "acc_norm": float(acc_norm), "stderr": standard_error(acc_norm, len(scored)),
@@ -252,22 +255,22 @@ def standard_error(share, n):
 def ending_losses(model, rows, n_slots, max_tokens=0, progress=False):
     """Each ending's loss in nats, summed over its tokens: a float64 array of n_slots.
 
-    Everything in fp32, whatever precision the caller trains in: bf16 logits make ties of close endings. The raw module
-    is called, not a compiled one, because every batch has a shape of its own.
+    In fp32, whatever precision the caller trains in: bf16 logits make ties of close endings. Nor
+    compiled, whether the caller's model is or not: every batch has a shape of its own.
     """
     max_tokens = max_tokens or (16384 if model.device.type == "cuda" else 1024)
-    weight = model.transformer.wte.weight.float()
+    weight, chunk = model.transformer.wte.weight.float(), max(256, max_tokens // 8)
     losses, slots = [], []
     was_training = model.training
     model.eval()
     try:
         with torch.autocast(model.device.type, enabled=False):
             for batch, done in batches(rows, max_tokens):
-                tokens, positions, mask, at, targets, slot = (part.to(model.device) for part in lay_out(batch))
+                tokens, positions, mask, at, targets, slot = (x.to(model.device) for x in lay_out(batch))
                 x = model.hidden(tokens, positions=positions, mask=mask).flatten(0, 1)  # (B * T, C)
                 # only where an ending is predicted, and in pieces: the logits are the largest tensor here
-                for i, t in zip(at.split(max(256, max_tokens // 8)), targets.split(max(256, max_tokens // 8))):
-                    losses.append(F.cross_entropy(F.linear(x[i].float(), weight), t, reduction="none"))
+                for i, id in zip(at.split(chunk), targets.split(chunk)):
+                    losses.append(F.cross_entropy(F.linear(x[i].float(), weight), id, reduction="none"))
                 slots.append(slot)
                 if progress:
                     print(f"\r{done:7,} of {len(rows):,}", end="", file=sys.stderr, flush=True)
@@ -287,8 +290,8 @@ def row_length(row):
 
 
 def batches(rows, max_tokens):
-    """Yields (batch of rows of about the same length, rows done so far), so that little of a batch is padding."""
-    rows = sorted(rows, key=row_length, reverse=True)  # longest first: what does not fit the memory fails at once
+    """Yields (rows of about the same length, rows done so far), so that little of a batch is padding."""
+    rows = sorted(rows, key=row_length, reverse=True)  # longest first: too much for the memory shows at once
     start = 0
     while start < len(rows):
         stop = start + max(1, max_tokens // row_length(rows[start]))
@@ -299,11 +302,11 @@ def batches(rows, max_tokens):
 def lay_out(batch):
     """A batch of rows as tensors. A row is a context and then its endings, each without its last token.
 
-    The context is computed once for its four endings: each ending takes up the positions after the context, and sees the
-    context and itself, not the endings before it.
+    So the context is computed once for four endings: each takes the positions that follow the context, and
+    sees the context and itself, not the endings before it.
 
-    Returns tokens and positions (B, T), mask (B, 1, T, T), and for each of the N tokens to predict: where in B * T it is
-    predicted, its id, and its ending's slot.
+    Returns tokens and positions (B, T), mask (B, 1, T, T), and of each token to predict: where in B * T it is
+    predicted, its id, and its ending's slot, (N,) each.
     """
     B, T = len(batch), max(map(row_length, batch))
     tokens, positions = np.zeros((B, T), np.int64), np.zeros((B, T), np.int64)
@@ -338,14 +341,14 @@ def main():
     score = evaluate(model, items, config.n, config.style, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start_s
 
-    print(f"HellaSwag, {config.style} style, {score['n']:,} questions, {broken + score['broken']} broken left out, "
+    print(f"HellaSwag, {config.style} style, {score['n']:,} questions, {broken + score['broken']} broken, "
           f"fp32 on {device}, {seconds:.0f} s")
-    width = max(len(config.model), 12)
-    print(f"{'':{width}}  {'acc':>15}  acc_norm ({NORMALISED[config.style]})")
-    acc_error = standard_error(score["acc"], score["n"])
-    print(f"{config.model:{width}}  {score['acc']:7.2%} +- {acc_error:.2%}  {score['acc_norm']:7.2%} +- {score['stderr']:.2%}")
+    name, width, acc, acc_norm = config.model, max(len(config.model), 10), score["acc"], score["acc_norm"]
+    print(f"{'':{width}}  {'acc':<16}  acc_norm, {NORMALISED[config.style]}")
+    acc_stderr = standard_error(acc, score["n"])
+    print(f"{name:{width}}  {acc:.2%} +- {acc_stderr:5.2%}  {acc_norm:.2%} +- {score['stderr']:5.2%}")
     acc, acc_norm = GPT2[config.style]
-    print(f"{'GPT-2 124M':{width}}  {acc:7.2%}           {acc_norm:7.2%}           (published; on all 10,042 questions)")
+    print(f"{'GPT-2 124M':{width}}  {acc:.2%}            {acc_norm:.2%}            of all 10,042, published")
     if config.save:
         path = Path(config.save)
         path.parent.mkdir(parents=True, exist_ok=True)
