@@ -147,14 +147,13 @@ def read_parquet(path, skip):
 
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # a row group may be larger than memory
         check_column(file, path)
-        n_rows = file.metadata.num_rows
-        # so few rows at a time that they come to about 1 MB; a million rows of one word or ten of a book each
-        batch_rows = int(min(max((n_rows << 20) // max(text_bytes(path), 1), 1), 1024))
-        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-        starts = np.cumsum([0, *sizes]).tolist()
-        groups = [i for i in range(len(sizes)) if starts[i + 1] > skip]
-        row = starts[groups[0]] if groups else n_rows
-        for batch in file.iter_batches(batch_rows, row_groups=groups, columns=["text"], use_threads=False):
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        ends = np.cumsum([group.num_rows for group in groups], dtype=int)
+        wanted = [i for i in range(len(groups)) if ends[i] > skip]
+        row = ends[wanted[0]] - groups[wanted[0]].num_rows if wanted else 0
+        n_rows, n_bytes = file.metadata.num_rows, sum(group.total_byte_size for group in groups)
+        batch_rows = min(max((n_rows << 20) // max(n_bytes, 1), 1), 1024)  # about 1 MB, be it words or books
+        for batch in file.iter_batches(batch_rows, row_groups=wanted, columns=["text"], use_threads=False):
             column = batch.column(0)
             try:
                 texts = column.to_pylist()
@@ -231,18 +230,33 @@ READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".txt": read_txt}
 TINY = Path("tiny.world")  # stands for the file of the source "tiny"
 
 
-def text_bytes(path):
-    """About how many bytes of text a local file holds, without reading a parquet file for it."""
-    if path.suffix.lower() == ".parquet":
-        import pyarrow.parquet as pq
+def read_documents(path, skip):
+    """What is in a file from its document number `skip` on. Raises UserError, with its name, if it cannot be read."""
+    with readable(path):
+        yield from (read_tiny if path == TINY else READERS[path.suffix.lower()])(path, skip)
 
-        with pq.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-            columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-            return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == "text")
-    if path.suffix.lower() == ".txt":
-        return path.stat().st_size
-    return sum(n_bytes(text) for text, _ in read_documents(path, 0))
+
+@contextlib.contextmanager
+def readable(path):
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}); replace it or take it away") from None
+
+
+def text_bytes(path):
+    """How many bytes of text a local file holds."""
+    if path.suffix.lower() != ".parquet":
+        return sum(n_bytes(text) for text, _ in read_documents(path, 0))
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    with readable(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        check_column(file, path)
+        batches = file.iter_batches(1024, columns=["text"], use_threads=False)
+        return sum(pc.sum(pc.binary_length(batch.column(0))).as_py() or 0 for batch in batches)
 
 
 def n_bytes(text):
@@ -281,15 +295,6 @@ def read_chunks(paths, file, document):
                 yield Chunk(number, first, texts, share, last=False)
                 first, texts, size = first + len(texts), [], 0
         yield Chunk(number, first, texts, 1.0, last=True)
-
-
-def read_documents(path, skip):
-    import pyarrow as pa
-
-    try:
-        yield from (read_tiny if path == TINY else READERS[path.suffix.lower()])(path, skip)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); replace it or take it away") from None
 
 
 def encode_chunk(chunk):
@@ -476,6 +481,8 @@ def download(report, dataset, revision, file, folder, plain):
         hf_transfer.download(url, str(path), 16, 4 << 20, parallel_failures=15, max_retries=3,
                              headers=build_hf_headers(), callback=lambda n: report("bytes", n))
     if problem := damage(path, file, report):
+        if shutil.disk_usage(folder).free < file["size"]:  # which hf_transfer does not notice
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         raise DownloadError(f"it arrived damaged: {problem}")
     return path
 
@@ -622,7 +629,7 @@ class Hub:
             incoming.mkdir(exist_ok=True)
             # first as fast as can be, then without Xet, then without hf_transfer, which cannot wait as a server asks
             slower = {"HF_HUB_DISABLE_XET": "1"} if attempt >= 2 else {}
-            plain = attempt >= 4 or problem is not None and problem.status == 429
+            plain = attempt >= 3 or problem is not None and problem.status == 429
             try:
                 os.replace(self.ask(download, self.dataset, self.revision, file, incoming, plain, **slower), path)
                 return
@@ -630,7 +637,7 @@ class Hub:
                 problem = error
                 if error.errno in FULL_DISK:
                     raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
-                if error.status in HINTS:
+                if error.status in HINTS or self.stop.is_set():
                     break
             finally:
                 self.progress.arriving = 0
