@@ -1,18 +1,29 @@
 """What sft.py promises, on conversations made up here: no network, no GPU."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+import curves
 import sft
+import train
 from configs import UserError
-from model import ASSISTANT, END, END_OF_TEXT, ROLE_IDS, encode, render_chat
+from curves import read_log
+from model import (ASSISTANT, END, END_OF_TEXT, GPT, ROLE_IDS, GPTConfig, encode, load_model, render_chat, save_model,
+                   supervised)
+from prepare_fineweb import read_meta
 
+ROOT = Path(sft.__file__).parent
 WORDS = ["the", "GPU", "ran", "all", "night", "to", "answer", "Paris", "12", "日本", "é", "<|end|>", "<|assistant|>"]
 
 
@@ -52,6 +63,10 @@ def prepared(folder, n=200, seed=0, **changes):
     return config, sft.load_split(config.data_dir, "train", config.block_size)
 
 
+def read_batch(split, rows, width, height):
+    return [tensor.numpy() for tensor in sft.read_batch(split, rows, width, height, torch.device("cpu"))]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Which conversations are used
 
@@ -60,20 +75,21 @@ def test_every_conversation_is_used_or_counted_with_its_reason(tmp_path):
     user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     rows = {
         "": [[user, assistant], [{"role": "system", "content": "Be brief."}, user, assistant], [user, assistant, user]],
-        "no list of messages": [None, [], "Hi", 7, ["Hi"], {"role": "user"}],
-        "unknown role": [[{"role": "tool", "content": "x"}, assistant], [{"content": "Hi"}, assistant],
+        "without a list of messages": [None, [], "Hi", 7, ["Hi"], {"role": "user"}],
+        "with an unknown role": [[{"role": "tool", "content": "x"}, assistant], [{"content": "Hi"}, assistant],
                          [{"role": ["user"], "content": "x"}]],
-        "empty message": [[user, {"role": "assistant", "content": " \n"}], [user, {"role": "assistant", "content": None}],
+        "with an empty message": [[user, {"role": "assistant", "content": " \n"}], [user, {"role": "assistant", "content": None}],
                           [{"role": "user"}, assistant], [user, {"role": "assistant", "content": ["Hello"]}]],
-        "roles do not alternate": [[user, user, assistant], [assistant, user], [user, assistant, assistant],
+        "with roles that do not alternate": [[user, user, assistant], [assistant, user], [user, assistant, assistant],
                                    [user, {"role": "system", "content": "x"}, assistant]],
-        "no assistant turn": [[user], [{"role": "system", "content": "x"}, user]],
+        "without an assistant turn": [[user], [{"role": "system", "content": "x"}, user]],
     }
     lines = [row for rows_of_reason in rows.values() for row in rows_of_reason]
     write_source(tmp_path / "chats", [*lines, "{no JSON", "[1]", '{"other": 1}'], [[user, assistant]])
-    meta = sft.prepare(settings(tmp_path))
+    sft.prepare(settings(tmp_path))
+    meta = read_meta(tmp_path / "data")
     expected = {reason: len(found) for reason, found in rows.items() if reason}
-    expected["no list of messages"] += 3
+    expected["without a list of messages"] += 3
     assert meta["unusable"] == expected
     assert meta["used"] == 4 and meta["conversations"] == meta["used"] + sum(expected.values())
 
@@ -159,7 +175,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path):
 def test_a_data_folder_made_from_another_source_is_refused(tmp_path):
     config, _ = prepared(tmp_path)
     config.source = "elsewhere"
-    with pytest.raises(UserError, match="was made from .*chats"):
+    with pytest.raises(UserError, match="holds conversations from .*chats"):
         sft.prepare(config)
 
 
@@ -195,7 +211,7 @@ def test_exactly_the_assistants_words_and_ends_are_targets(tmp_path):
             if max(targets) == -1:
                 continue  # dropped
             row = next(numbers)
-            got_inputs, got_targets = (part[0] for part in sft.batch(split, [row], block_size, 1))
+            got_inputs, got_targets = (part[0] for part in read_batch(split, [row], block_size, 1))
             n = int(np.flatnonzero(np.array(targets) != -1)[-1]) + 1
             assert got_inputs[:n].tolist() == inputs[:n]
             assert got_targets[:n].tolist() == targets[:n] and (got_targets[n:] == -1).all()
@@ -259,15 +275,258 @@ def test_lengths_like_the_hubs_need_few_widths_for_nine_tenths_useful_tokens():
     assert sft.choose_widths(np.array([1000, 20]), 1000)[-1] == 1000, "never wider than the context"
 
 
-CHATS = Path(__file__).parents[2] / "shared" / "data" / "chat"
+CHATS = ROOT.parent / "shared" / "data" / "chat"
 
 
 @pytest.mark.skipif(not CHATS.exists(), reason="the shared conversations are not here")
 def test_at_most_a_fifth_of_the_shared_conversations_batches_is_padding(tmp_path):
     config = settings(tmp_path, source=str(CHATS), block_size=1024, tokens_per_step=98_304, groups_per_step=6,
                       micro_batch_size=16)
-    meta = sft.prepare(config)
+    sft.prepare(config)
+    meta = read_meta(config.data_dir)
     assert meta["used"] + sum(meta["unusable"].values()) == meta["conversations"] == 6_023
     split = sft.load_split(config.data_dir, "train", config.block_size)
     widths = sft.choose_widths(split.length - 1, config.block_size)
     assert sft.useful_share(split, widths, config) >= 0.8
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The run
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A small model folder with random weights."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "base"
+    save_model(GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=32)), folder)
+    return folder
+
+
+@pytest.fixture
+def chats(tmp_path):
+    rng = random.Random(11)
+    return write_source(tmp_path / "chats", [conversation(rng) for _ in range(60)], [conversation(rng) for _ in range(5)])
+
+
+QUIET = ["--hellaswag_every=0", "--sample_every=0", "--eval_every=0", "--save_every=1000"]
+
+
+def words(base, chats, out_dir, *options):
+    return [f"--init_from={base}", f"--source={chats}", f"--data_dir={chats.parent / 'data'}", f"--out_dir={out_dir}",
+            "--tokens_per_step=512", "--groups_per_step=2", "--micro_batch_size=2", "--max_steps=6", "--warmup_steps=2",
+            "--device=cpu", *QUIET, *options]
+
+
+@pytest.fixture
+def sft_run(monkeypatch):
+    """Runs sft.py's main() on these words; returns the exit code. Puts the signal handlers back."""
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["sft.py", *map(str, options)])
+        with pytest.raises(SystemExit) as ended:
+            sft.main()
+        return ended.value.code
+    names = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
+    before = [signal.getsignal(name) for name in names]
+    yield run
+    for name, handler in zip(names, before):
+        signal.signal(name, handler)
+
+
+def weights(out_dir):
+    return load_model(str(out_dir)).state_dict()
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_micro_batches_of_any_size_add_up_to_the_mean_over_the_steps_supervised_tokens(tmp_path, base, chats, sft_run,
+                                                                                       monkeypatch):
+    """Against a plain loop over the conversations, with very different counts and one conversation that has none."""
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " yes" * n}] for n in (1, 50, 2, 40, 1, 30, 3)]
+    rows.append([{"role": "user", "content": "nobody answers " * 15}])
+    ids = [np.array(render_chat(messages), dtype=np.uint16) for messages in rows]
+    lengths = np.array(list(map(len, ids)))
+    split = sft.Split(np.concatenate(ids), np.cumsum([0, *lengths[:-1]]), lengths,
+                      np.array([int(supervised(part).sum()) for part in ids]), 0, 0)
+    assert split.supervised.min() == 0 and split.supervised.max() > 20 * split.supervised[0] > 0
+
+    monkeypatch.setattr(sft, "load_split", lambda *_: split)
+    monkeypatch.setattr(sft, "MAX_WIDTHS", 1)  # eight rows of 64, one group
+
+    def plain_descent(model, config):  # so that the weights move by exactly the gradient
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.param_groups[0]["peak_lr"] = 1.0
+        return [optimizer]
+    monkeypatch.setattr(train, "make_optimizers", plain_descent)
+    model = load_model(str(base))
+    save_model(model, tmp_path / "chat", kind="chat")  # keeps its vectors for the roles
+
+    loss = 0.0
+    for part in ids:
+        logits = model(torch.from_numpy(part[:-1].astype(np.int64))[None])[0]
+        for place, target in enumerate(part[1:].tolist()):
+            if supervised(part)[place + 1]:
+                loss = loss - logits[place].log_softmax(dim=0)[target]
+    (loss / int(split.supervised.sum())).backward()
+    wanted = {name: (p - p.grad).detach() for name, p in model.named_parameters()}
+
+    for micro_batch_size in (8, 4, 2, 1):
+        out_dir = tmp_path / f"out{micro_batch_size}"
+        sft_run(*words(tmp_path / "chat", chats, out_dir, "--groups_per_step=1", "--max_steps=1", "--warmup_steps=0",
+                       "--decay_fraction=0", "--grad_clip=0", f"--micro_batch_size={micro_batch_size}"))
+        assert largest_difference(weights(out_dir), wanted) < 1e-6
+
+
+def test_a_conversations_loss_does_not_depend_on_its_neighbours_or_its_padding(tmp_path, base):
+    config, split = prepared(tmp_path, n=30)
+    model = load_model(str(base))
+    device = torch.device("cpu")
+    together = sft.read_batch(split, range(8), 64, 12, device)
+    for row in range(8):
+        alone = sft.read_batch(split, [row], int(split.length[row]) - 1, 1, device)
+        of_row = model(together[0][row:row + 1], together[1][row:row + 1])
+        logits = model(together[0])[row]
+        in_batch = torch.nn.functional.cross_entropy(logits, together[1][row], ignore_index=-1, reduction="sum")
+        assert model(*alone).item() == pytest.approx(in_batch.item(), rel=1e-5) == pytest.approx(of_row.item(), rel=1e-5)
+
+
+def test_a_run_stopped_by_a_signal_and_one_killed_both_end_like_the_unbroken_one(tmp_path, base, chats, sft_run,
+                                                                                 monkeypatch):
+    options = ["--dropout=0.1", "--save_every=2"]
+    assert sft_run(*words(base, chats, tmp_path / "unbroken", *options)) == 0
+    wanted = weights(tmp_path / "unbroken")
+
+    report = train.report
+
+    def report_and_stop(step, *rest):
+        report(step, *rest)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(train, "report", report_and_stop)
+    stopped = words(base, chats, tmp_path / "stopped", *options)
+    assert sft_run(*stopped) == 128 + signal.SIGTERM
+    assert read_log(tmp_path / "stopped")[-1]["step"] == 3
+    monkeypatch.setattr(train, "report", report)
+    assert sft_run(*stopped) == 0
+    assert largest_difference(weights(tmp_path / "stopped"), wanted) == 0
+
+    killed = words(base, chats, tmp_path / "killed", *options)
+    code = ("import os, sft, train\nreport = train.report\ndef die(step, *rest):\n    report(step, *rest)\n"
+            "    if step == 5: os.kill(os.getpid(), 9)\ntrain.report = die\nsft.main()")
+    subprocess.run([sys.executable, "-c", code, *map(str, killed)], cwd=ROOT, capture_output=True)
+    assert torch.load(tmp_path / "killed" / "ckpt.pt")["step"] == 4
+    assert sft_run(*killed) == 0
+    assert largest_difference(weights(tmp_path / "killed"), wanted) == 0
+    losses = [[row["loss"] for row in read_log(tmp_path / name) if "loss" in row] for name in ("unbroken", "stopped", "killed")]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 6
+
+
+def test_nothing_that_only_looks_can_change_or_stop_the_run(tmp_path, base, chats, sft_run, monkeypatch):
+    assert sft_run(*words(base, chats, tmp_path / "plain")) == 0
+    every = ["--eval_every=2", "--sample_every=2", "--hellaswag_every=2", "--hellaswag_source=tiny", "--hellaswag_n=2",
+             "--save_every=2", "--sample_tokens=8", "--sample_rows=2"]
+    assert sft_run(*words(base, chats, tmp_path / "looked", *every)) == 0
+    for module, name in ((sft, "test_loss"), (sft, "reply_quality"), (sft, "write_answers"), (train, "score_hellaswag"),
+                         (curves, "draw")):
+        def fails(*_, name=name, **__):
+            raise OSError(f"{name} is broken")
+        monkeypatch.setattr(module, name, fails)
+    assert sft_run(*words(base, chats, tmp_path / "failed", *every)) == 0
+    for name in ("looked", "failed"):
+        assert largest_difference(weights(tmp_path / name), weights(tmp_path / "plain")) == 0
+    warnings = [row["warning"] for row in read_log(tmp_path / "failed") if "warning" in row]
+    assert len(warnings) == len(set(warnings)) == 4, "each failure once; with nothing to say there is nothing to draw"
+    seen = {key for row in read_log(tmp_path / "looked") for key in row}
+    assert {"val_loss", "hellaswag_norm", "ended", "repetition", "sample"} <= seen
+
+
+def test_answers_are_a_table_of_the_base_model_and_the_chat_model_over_time(tmp_path, base, chats, sft_run):
+    sft_run(*words(base, chats, tmp_path / "out", "--sample_every=4", "--save_every=3", "--sample_tokens=4"))
+    lines = (tmp_path / "out" / "answers.md").read_text(encoding="utf-8").splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0] == "|  | base model | chat, step 0 | chat, step 3 | chat, step 6 |"
+    questions = (ROOT / "configs" / "questions.txt").read_text(encoding="utf-8").splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {question}" for question in questions]
+
+
+def test_five_conversations_are_learned_by_heart_and_every_reply_ends_by_itself(tmp_path, base, sft_run):
+    facts = {"What is the capital of France?": "Paris.", "Who are you?": "A small model.", "Hi!": "Hello to you!",
+             "What is 2 plus 2?": "It is 4.", "日本の首都は？": "東京です。"}
+    rows = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            for question, answer in facts.items()]
+    chats = write_source(tmp_path / "five", rows, rows)
+    assert sft_run(*words(base, chats, tmp_path / "out", "--max_steps=0", "--epochs=80", "--micro_batch_size=1",
+                          "--groups_per_step=1", "--lr=1e-2", "--grad_clip=0", "--eval_every=80", "--log_every=20")) == 0
+    model = load_model(str(tmp_path / "out"))
+    assert model.info["kind"] == "chat"
+    assert dict(sft.ask(model, list(facts), max_new_tokens=30)) == facts  # no " ...": each wrote its <|end|>
+    losses = [row["val_loss"] for row in read_log(tmp_path / "out") if "val_loss" in row]
+    assert losses[0] > 10 and losses[-1] < 0.1
+
+
+def test_the_chat_tokens_start_apart_from_each_other_and_near_the_mean_of_the_others(base):
+    model, before = load_model(str(base)), weights(base)["transformer.wte.weight"]
+    with torch.no_grad():
+        model.transformer["wte"].weight[END_OF_TEXT + 1:] = 5.0  # what pretraining made of them
+    sft.fresh_chat_rows(model, seed=1)
+    after = model.transformer["wte"].weight.detach()
+    ids = [*ROLE_IDS.values(), END]
+    assert torch.equal(after[:END_OF_TEXT + 1], before[:END_OF_TEXT + 1]), "no other row changes"
+    assert torch.pdist(after[ids]).min() > 0.02
+    assert (after[ids] - before[:END_OF_TEXT + 1].mean(dim=0)).abs().max() < 0.1
+    again = load_model(str(base))
+    sft.fresh_chat_rows(again, seed=1)
+    assert torch.equal(again.transformer["wte"].weight[ids], after[ids])
+
+
+def test_ids_and_mask_agree_with_transformers_chat_template_on_the_exported_folder(tmp_path, base):
+    transformers = pytest.importorskip("transformers")
+    save_model(load_model(str(base)), tmp_path / "chat", kind="chat")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "chat")
+    rng = random.Random(4)
+
+    def template(messages, reply=False):
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=reply, return_dict=False))
+
+    for _ in range(100):
+        messages = [{**m, "content": m["content"].replace("<|", "<")} for m in conversation(rng)]
+        ids = template(messages)
+        assert ids == sft.tokenise(messages)[0].tolist()
+        learn = np.zeros(len(ids), dtype=bool)
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":  # from where the model is asked to answer to where its turn is over
+                learn[len(template(messages[:i], reply=True)):len(template(messages[:i + 1]))] = True
+        assert (supervised(np.array(ids)) == learn).all()
+
+
+def test_settings_that_cannot_be_get_one_line_that_says_what_can(tmp_path, base, chats, sft_run, monkeypatch):
+    for option, message in (("--tokens_per_step=500", "nearest is tokens_per_step = 512"), ("--groups_per_step=0", "at least 1"),
+                            ("--block_size=65", "at most 64"), ("--init_from=nowhere/at/all", "not a model folder"),
+                            ("--epochs=-1", "how long to train"), ("--source=a/b/c", "cannot be loaded")):
+        monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", option)])
+        with pytest.raises(UserError, match=message):
+            sft.main()
+    sft_run(*words(base, chats, tmp_path / "out"))
+    monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", "--max_steps=9", "--seed=2")])
+    with pytest.raises(UserError, match="seed: 1337 -> 2"):
+        sft.main()
+
+
+def test_a_finished_run_says_so_and_its_saved_settings_repeat_it(tmp_path, base, chats, sft_run, capsys):
+    assert sft_run(*words(base, chats, tmp_path / "out")) == 0
+    assert sft_run(*words(base, chats, tmp_path / "out")) == 0
+    assert "is finished: 6 steps" in capsys.readouterr().out
+    assert sft_run(tmp_path / "out" / "config.toml", f"--out_dir={tmp_path / 'again'}") == 0
+    assert largest_difference(weights(tmp_path / "out"), weights(tmp_path / "again")) == 0
+
+
+def test_show_marks_exactly_what_is_learned(tmp_path, base, monkeypatch, capsys):
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]]
+    chats = write_source(tmp_path / "chats", rows, rows)
+    monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", "--show")])
+    sft.main()
+    out = capsys.readouterr().out
+    assert "<|user|>Hi<|end|><|assistant|>[[Hello<|end|>]]" in out and "2 of 7 tokens" in out
