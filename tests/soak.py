@@ -1,0 +1,90 @@
+"""Kills a stage with SIGKILL at many moments, each time lets it finish, and compares with the run that nobody disturbed.
+
+    python tests/soak.py prepare        30 moments of a preparation over a slow local hub; about 5 minutes on two quiet cores
+
+Run by hand; the suite kills a few times, too. The moments are seeded and spread over the whole run, one in each 30th of it;
+every second run is killed once more while it goes on.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def kill_and_compare(start, result, folder, kills, seed):
+    """Starts, kills and finishes the run `kills` times; raises AssertionError if one ends with another result.
+
+    start   folder -> Popen of a run that works in it
+    result  folder -> what must be the same
+    """
+    rng = random.Random(seed)
+    start_s = time.monotonic()
+    finish(start(folder / "unbroken"))
+    whole_s = time.monotonic() - start_s
+    expected = result(folder / "unbroken")
+    print(f"unbroken  {whole_s:.1f} s, {len(expected)} files")
+    for kill in range(kills):
+        moments_s = [whole_s * (kill + rng.random()) / kills] + [whole_s * rng.random()] * (kill % 2)
+        alive = []
+        for moment_s in moments_s:
+            run = start(folder / f"{kill}")
+            time.sleep(moment_s)
+            alive.append(run.poll() is None)
+            run.send_signal(signal.SIGKILL)
+            run.wait()
+        done = len(result(folder / f"{kill}"))
+        finish(start(folder / f"{kill}"))
+        assert result(folder / f"{kill}") == expected, f"kill {kill} at {moments_s} gave other bytes"
+        print(f"kill {kill + 1:>3}  at {' and '.join(f'{moment_s:.2f} s' for moment_s in moments_s)}: "
+              f"{done} of {len(expected)} files there, {'' if all(alive) else 'one run had ended already, '}"
+              f"then the same bytes", flush=True)
+
+
+def finish(run):
+    said, _ = run.communicate()
+    assert run.returncode == 0, said
+
+
+def hashes(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).glob("*.bin"))}
+
+
+def soak_prepare(folder, kills, seed):
+    from hub import LocalHub
+    from test_prepare_fineweb import parquet, start, texts
+
+    documents = texts(1200)
+    files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(documents[200 * i:200 * i + 200]) for i in range(6)}
+    with LocalHub(files) as hub:
+        hub.misbehave("cdn", pause=0.2)
+        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        kill_and_compare(lambda out_dir: start(out_dir, environment, dataset="someone/some-texts", subset="sample/10BT"),
+                         hashes, folder, kills, seed)
+
+
+PARTS = {"prepare": soak_prepare}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=[[], *PARTS], help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    words = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    for part in words.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            PARTS[part](Path(folder), words.kills, words.seed)
+
+
+if __name__ == "__main__":
+    main()
