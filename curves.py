@@ -41,7 +41,7 @@ def read_log(path):
     path = Path(path)
     path = path / "log.jsonl" if path.is_dir() else path
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # splitlines() would also cut at U+2028
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}); give the out_dir of a training run") from None
     rows, unreadable = [], 0

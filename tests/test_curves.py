@@ -75,6 +75,12 @@ def test_lines_that_cannot_be_read_are_counted_and_cost_nothing_else(tmp_path):
     assert "2 lines of the log could not be read" in curves.summary(log)
 
 
+def test_a_sample_may_hold_any_character(tmp_path):
+    text = "".join(map(chr, range(0xD7FF)))  # among them U+0085 and U+2028, at which Python's splitlines() cuts
+    (tmp_path / "log.jsonl").write_text(json.dumps({"sample": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert curves.read_log(tmp_path) == [{"sample": text}]
+
+
 def test_a_missing_log_is_one_line_with_the_name(tmp_path):
     with pytest.raises(UserError, match=r"log\.jsonl"):
         curves.read_log(tmp_path)
