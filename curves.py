@@ -1,9 +1,9 @@
-"""Read what a run wrote: its picture, its summary, and how it compares with other runs and with the public reference.
+"""Read what a run wrote: its picture, its summary, how it compares with other runs and a public reference.
 
 reads   <folder>/log.jsonl of train.py or sft.py, configs/reference_curves.csv
 writes  <folder>/curves.png for one run; compare.png in the first folder for several
 run     python curves.py out/train              redraws the picture and prints the summary
-        python curves.py out/train out/other    prints a Markdown table at equal tokens, draws the runs together
+        python curves.py out/train out/other    a Markdown table at equal tokens, the runs in one picture
 time    about two seconds
 
 train.py calls read_log, draw, on_track and summary behind a fence: nothing here can stop a run.
@@ -28,7 +28,7 @@ GREY, TRAIN, VALIDATION = "#8a8f98", "#7fb0de", "#d9480f"
 RUN_COLOURS = ["#1c6fba", "#d9480f", "#2b8a3e", "#7b3fa8", "#b08900", "#0b7285", "#c2255c", "#495057"]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Reading a log
 
 
@@ -41,11 +41,11 @@ def read_log(path):
     path = Path(path)
     path = path / "log.jsonl" if path.is_dir() else path
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # splitlines() would also cut at U+2028
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}); give the out_dir of a training run") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; give the out_dir of a run") from None
     rows, unreadable = [], 0
-    for line in filter(str.strip, lines):
+    for line in filter(str.strip, text.split("\n")):  # splitlines() would cut a sample at U+2028
         try:
             row = json.loads(line)
         except ValueError:
@@ -58,14 +58,15 @@ def read_log(path):
 
 
 def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300  # NaN compares False
+    """Whether it is a finite number; JSON knows integers that no float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def series(log, key):
-    """The tokens at which `key` was logged, and its values: two float arrays, sorted, NaN where it was no number.
+    """The tokens at which `key` was logged, and its values: two float arrays, NaN where it was no number.
 
-    Evaluations are logged by step only; their tokens are interpolated from the step rows. A step that was logged
-    twice (a restart went back) counts as logged last.
+    What was logged by step alone stands between the rows that have tokens. Of a step that was logged twice
+    (a restart went back), the last row counts.
     """
     tokens_of, value_of = {0: 0}, {}
     for row in log:
@@ -124,46 +125,51 @@ def hellaswag_key(log):
     return "hellaswag_norm" if any("hellaswag_norm" in row for row in log) else "hellaswag"
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Am I on track?
 
 
 def reference():
-    """Two public runs of build-nanogpt's recipe (124M, FineWeb-Edu), averaged: tokens, val_loss, hellaswag (arrays)."""
+    """(tokens, val_loss, hellaswag), three arrays: two public runs of build-nanogpt's recipe, averaged.
+
+    The same network and data as ours, evaluated on the same first 1.3M tokens of the validation shard.
+    """
     with open(REFERENCE, encoding="utf-8", newline="") as file:
-        rows = [[float(row[key]) for key in ("tokens", "val_loss", "hellaswag")] for row in csv.DictReader(file)]
-    rows = np.array(rows)
-    tokens = np.unique(rows[:, 0])
-    return tokens, *(np.array([rows[rows[:, 0] == t, column].mean() for t in tokens]) for column in (1, 2))
+        rows = list(csv.DictReader(file))
+    keys = ("tokens", "val_loss", "hellaswag")
+    tokens, *values = (np.array([float(row[key]) for row in rows]) for key in keys)
+    at = np.unique(tokens)
+    return at, *(np.array([column[tokens == t].mean() for t in at]) for column in values)
 
 
 def comparable(log):
     """Whether the reference means anything for this run: GPT-2 124M on FineWeb-Edu."""
     said = settings(log)
-    shape = [said.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size")] == [12, 12, 768, 1024]
-    return shape and "fineweb_edu" in f"{said.get('data_dir')} {said.get('dataset')}".replace("-", "_").lower()
+    sizes = [said.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size")]
+    data = str(said.get("data_dir")).replace("-", "_").lower()
+    return sizes == [12, 12, 768, 1024] and "fineweb_edu" in data
 
 
 def on_track(tokens, val_loss, hellaswag=None):
     """One line that puts a FineWeb-Edu run of the 124M model beside the reference at the same tokens.
 
-    hellaswag is the normalised accuracy (0 to 1) or None. Returns "" where the reference has nothing to say: before
-    its first evaluation of a trained model (131M tokens), after its end (10B), or without a finite loss.
-    "behind" means a loss that the reference had with 0.7 of the tokens: a schedule that decays later may lag so far.
+    hellaswag is the normalised accuracy (0 to 1) or None. Returns "" where the reference has nothing to say:
+    before it had trained (131M tokens), after its end (10B), or without a finite loss. "behind" is a loss
+    that it had with 0.7 of the tokens: a schedule that decays late may lag so far.
     """
     ref_tokens, ref_loss, ref_hellaswag = reference()
-    if val_loss is None or not math.isfinite(val_loss) or not ref_tokens[1] <= tokens <= ref_tokens[-1]:
+    if not is_number(val_loss) or not ref_tokens[1] <= tokens <= ref_tokens[-1]:
         return ""
     there = np.interp(tokens, ref_tokens, ref_loss)
     behind = val_loss > np.interp(0.7 * tokens, ref_tokens, ref_loss) + 0.02
     verdict = "behind the reference" if behind else "ahead" if val_loss < there - 0.02 else "on track"
     text = f"{verdict}: validation {val_loss:.3f} (reference at {short(tokens)} tokens {there:.3f})"
-    if hellaswag is not None and math.isfinite(hellaswag):
+    if is_number(hellaswag):
         text += f", HellaSwag {hellaswag:.1%} ({np.interp(tokens, ref_tokens, ref_hellaswag):.1%})"
     return text
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # After the run
 
 
@@ -176,9 +182,9 @@ def short(number):
 
 
 def time_and_energy(log):
-    """(hours, kWh, mean watts) of the training steps, from tokens, tok_per_s and power_w; NaN without power readings.
+    """(hours, kWh, mean watts) of the steps, from tokens, tok_per_s and power_w; NaN without power readings.
 
-    Evaluations, pauses and steps that a restart repeated are not in it: only what the rows themselves measured.
+    Evaluations, pauses and what a restart repeated are not in it: only what the rows themselves measured.
     """
     tokens, rates = series(log, "tok_per_s")
     seconds = np.nan_to_num(np.diff(tokens, prepend=0) / np.where(rates > 0, rates, np.nan))
@@ -191,7 +197,8 @@ def time_and_energy(log):
 
 
 def duration(hours):
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
+    unit = next((unit for unit in ((1, "h"), (1 / 60, "min")) if hours >= unit[0]), (1 / 3600, "s"))
+    return f"{hours / unit[0]:.1f} {unit[1]}"
 
 
 def count(number, thing):
@@ -199,12 +206,12 @@ def count(number, thing):
 
 
 def summary(log):
-    """A few aligned lines about a finished or unfinished run. Says nothing about what its log does not hold."""
+    """A few aligned lines about a run, finished or not; nothing about what its log does not hold."""
     tokens, losses = series(log, "loss")
     hours, kwh, watts = time_and_energy(log)
     last_step = max((row["step"] for row in log if is_number(row.get("step"))), default=0)
-    lines = ["run        " + ", ".join([count(last_step, "step"), f"{short(tokens[-1] if len(tokens) else 0)} tokens",
-                                        f"{duration(hours)} of training steps", count(len(restarts(log)), "restart")])]
+    lines = ["run        " + ", ".join((count(last_step, "step"), f"{short(max(tokens, default=0))} tokens",
+                                        f"{duration(hours)} of steps", count(len(restarts(log)), "restart")))]
     rates, memory = finite(log, "tok_per_s")[1], finite(log, "mem_gb")[1]
     if len(rates):
         most = f", {memory.max():.2f} GB at most" if len(memory) else ""
@@ -221,14 +228,16 @@ def summary(log):
         lines.append(f"HellaSwag  {scores[-1]:.2%} at the end, best {scores.max():.2%}{beside}")
     if math.isfinite(kwh):
         lines.append(f"energy     {kwh:.3g} kWh, {watts:.0f} W on average (the GPU alone)")
-    notes = ((int((~np.isfinite(losses)).sum()), "logged step", "with a loss that is not finite"),
-             (sum("warning" in row for row in log), "warning", "in the log"),
-             (sum(row.get("lines", 0) for row in log if row.get("event") == "unreadable"), "line",
-              "of the log could not be read"))
-    return "\n".join(lines + [f"note       {count(number, thing)} {what}" for number, thing, what in notes if number])
+    unreadable = sum(row["lines"] for row in log if row.get("event") == "unreadable")
+    for number, thing, what in ((int(np.sum(~np.isfinite(losses))), "logged step", "with no finite loss"),
+                                (sum("warning" in row for row in log), "warning", "in the log"),
+                                (unreadable, "line", "of the log could not be read")):
+        if number:
+            lines.append(f"note       {count(number, thing)} {what}")
+    return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Comparing runs
 
 
@@ -253,7 +262,7 @@ def tokens_to_reach(log, key, level):
 
 
 def compare(logs, names):
-    """A Markdown table of several runs: losses at a quarter, half ... of the tokens that all of them have seen."""
+    """A Markdown table of several runs: losses at a quarter, half ... of the tokens that all have seen."""
     key, what = "val_loss", "validation loss"
     if any(math.isnan(last(log, key)) for log in logs):
         key, what = "loss", "training loss"
@@ -263,7 +272,7 @@ def compare(logs, names):
     ends = [finite(log, key)[0][-1] for log in logs]
     goal = last(logs[0], key)
     reach = [tokens_to_reach(log, key, goal) for log in logs]
-    rates = [np.median(values) if len(values := finite(log, "tok_per_s")[1]) else math.nan for log in logs]
+    rates = [finite(log, "tok_per_s")[1] for log in logs]
     hours, kwh, _ = zip(*map(time_and_energy, logs))
     table = [(f"{what} at {short(part * min(ends))} tokens", "{:.4f}".format,
               [np.interp(part * min(ends), *finite(log, key), left=math.nan) for log in logs])
@@ -271,30 +280,31 @@ def compare(logs, names):
     table += [
         (f"{what} at the end", "{:.4f}".format, [last(log, key) for log in logs]),
         ("tokens in all", short, ends),
-        (f"tokens to reach {goal:.4f}", lambda tokens: f"{short(tokens)} ({tokens / (reach[0] or 1):.2f}x)", reach),
+        (f"tokens to reach {goal:.4f}", lambda t: f"{short(t)} ({t / (reach[0] or 1):.2f}x)", reach),
         ("HellaSwag at the end", "{:.2%}".format, [last(log, hellaswag_key(log)) for log in logs]),
-        ("tokens/s (median)", short, rates),
+        ("tokens/s (median)", short, [np.median(rate) if len(rate) else math.nan for rate in rates]),
         ("time in training steps", duration, hours),
         ("kWh", "{:.3g}".format, kwh)]
-    return markdown([["", *names]] + [[title] + [form(value) if math.isfinite(value) else "-" for value in values]
-                                      for title, form, values in table if np.isfinite(values).any()])
+    rows = [[title, *(form(value) if math.isfinite(value) else "-" for value in values)]
+            for title, form, values in table if np.isfinite(values).any()]
+    return markdown([["", *names], *rows])
 
 
 def markdown(rows):
-    """A table whose columns line up, the first to the left, the others to the right; rows[0] is the heading."""
+    """A table with its columns lined up, the first to the left, the others to the right; rows[0] heads it."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["| " + " | ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]) + " |"
-             for row in rows]
+    cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
     rule = "|" + "-" * (widths[0] + 2) + "".join("|" + "-" * (w + 1) + ":" for w in widths[1:]) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The picture
 
 
 def smooth(values):
-    """A centred running mean, a hundredth of the run to each side, blind to NaN; a short run stays as it is."""
+    """A running mean, a hundredth of the run to each side, blind to NaN; a short run stays as it is."""
     good, kernel = np.isfinite(values), np.ones(len(values) // 100 * 2 + 1)
     if not len(values):
         return values
@@ -303,9 +313,9 @@ def smooth(values):
 
 
 def draw(out_dirs, path):
-    """Draw one run, or several together, to the PNG `path`: losses, HellaSwag, learning rate, tokens/s over tokens.
+    """Draw one run, or several together, to the PNG `path`: losses, HellaSwag, learning rate and tokens/s.
 
-    The file appears by a rename, so a viewer never meets half of it. Needs no display.
+    out_dirs is a folder or a list of them. The file appears by a rename; no display is needed.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -314,7 +324,8 @@ def draw(out_dirs, path):
     logs, names = [read_log(out_dir) for out_dir in out_dirs], labels(out_dirs)
     style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY,
              "axes.grid": True, "grid.color": "#eceef1", "axes.titlelocation": "left", "axes.titlesize": 11,
-             "axes.titleweight": "bold", "xtick.color": "#555b64", "ytick.color": "#555b64", "legend.frameon": False}
+             "axes.titleweight": "bold", "xtick.color": "#555b64", "ytick.color": "#555b64",
+             "legend.frameon": False}
     with matplotlib.rc_context(style):
         with_hellaswag = any(len(finite(log, hellaswag_key(log))[0]) for log in logs)
         figure = Figure(figsize=(12, 7.2), dpi=130, layout="constrained")
@@ -325,8 +336,8 @@ def draw(out_dirs, path):
             draw_hellaswag(panels["H"], logs)
         draw_strip(panels["R"], logs, "lr", "learning rate")
         draw_strip(panels["S"], logs, "tok_per_s", "tokens per second")
-        end = max((tokens[-1] for log in logs for key in ("loss", "val_loss") if len(tokens := series(log, key)[0])),
-                  default=0)
+        ends = [series(log, key)[0][-1:] for log in logs for key in ("loss", "val_loss")]
+        end = max(np.concatenate(ends), default=0)
         for panel in panels.values():
             panel.xaxis.set_major_formatter(lambda value, _: short(value))
             panel.set_xlim(0, 1.015 * end or 1)
@@ -361,8 +372,8 @@ def draw_losses(panel, logs, names):
     single, curves = len(logs) == 1, []
     if any(map(comparable, logs)):
         tokens, losses, _ = reference()
-        panel.plot(tokens, losses, color=GREY, linestyle="--", linewidth=1.2, label="reference (build-nanogpt)")
-        panel.axhline(GPT2_VAL_LOSS, color=GREY, linestyle=":", linewidth=1.2, label="GPT-2 124M")
+        panel.plot(tokens, losses, color=GREY, linewidth=1.2, linestyle="--", label="build-nanogpt, 2 runs")
+        panel.axhline(GPT2_VAL_LOSS, color=GREY, linewidth=1.2, linestyle=":", label="GPT-2 124M")
     for log, name, (train, validation) in zip(logs, names, colours(logs)):
         tokens, losses = series(log, "loss")
         if single:
@@ -370,7 +381,8 @@ def draw_losses(panel, logs, names):
         where, checked = finite(log, "val_loss")
         name = (None, name) if len(where) else (name, None)
         training, name = ("training", "validation") if single else name
-        line(panel, tokens, smooth(losses), train, training, linewidth=1.6 if single else 1, alpha=1 if single else 0.5)
+        width, alpha = (1.6, 1) if single else (1, 0.5)
+        line(panel, tokens, smooth(losses), train, training, width, alpha)
         line(panel, where, checked, validation, name)
         curves += [(tokens, smooth(losses)), (where, checked)]
     if single:
@@ -379,10 +391,12 @@ def draw_losses(panel, logs, names):
         for where, height, marker, colour, label in ((sick, 0.015, "|", "#c92a2a", "loss not finite"),
                                                      (again, 0.985, "v", GREY, "restart")):
             if len(where):
-                panel.plot(where, np.full(len(where), height), marker, color=colour, markersize=8, label=label, **edge)
+                heights = np.full(len(where), height)
+                panel.plot(where, heights, marker, color=colour, markersize=8, label=label, **edge)
     # The fall from ln(50304) in the first steps would flatten everything that one wants to see.
     end = max((tokens[-1] for tokens, _ in curves if len(tokens)), default=0)
-    shown = np.concatenate([losses[(tokens >= 0.06 * end) & np.isfinite(losses)] for tokens, losses in curves])
+    shown = np.concatenate([losses[tokens >= 0.06 * end] for tokens, losses in curves])
+    shown = shown[np.isfinite(shown)]
     if len(shown):
         pad = 0.06 * (shown.max() - shown.min()) + 0.02
         panel.set_ylim(shown.min() - pad, shown.max() + pad)
@@ -427,11 +441,11 @@ def draw_strip(panel, logs, key, title):
 def line(panel, tokens, values, colour, label=None, linewidth=1.8, alpha=1):
     """A curve; with dots where they are few, so that a run with a single value shows it too."""
     dots = "o" if len(tokens) < 40 else None
-    panel.plot(tokens, values, color=colour, label=label if len(tokens) else None, linewidth=linewidth, alpha=alpha,
-               marker=dots, markersize=4)
+    panel.plot(tokens, values, color=colour, label=label if len(tokens) else None, marker=dots, markersize=4,
+               linewidth=linewidth, alpha=alpha)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # By hand
 
 
