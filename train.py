@@ -9,6 +9,7 @@
 Reads   data_dir/*.bin (prepare_fineweb.py makes them), and its own out_dir to go on where it stopped.
 Writes  out_dir/: ckpt.pt and ckpt_prev.pt to resume from, model/ (a Hugging Face folder), log.jsonl, samples.md,
         curves.png, config.toml.
+Takes   a day for the real thing (21 hours on the RTX 4090 of configs/story), three minutes for configs/tiny.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ import time
 from pathlib import Path
 from typing import Literal
 
-import hellaswag
 import numpy as np
-import prepare_fineweb
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curves
+import hellaswag
+import prepare_fineweb
 from configs import UserError, load, run, save, write_text
 from model import (
     GPT,
@@ -49,6 +50,7 @@ from model import (
     pick_device,
     pick_dtype,
     save_model,
+    tokenizer,
     why_no_cuda,
 )
 
@@ -149,6 +151,16 @@ class Rows:
         return hashlib.sha256(json.dumps(sizes).encode() + (meta.read_bytes() if meta.exists() else b"")).hexdigest()
 
 
+def open_data(config, rank=0, world=1):
+    """(training rows, validation rows); a missing tiny world is made first, anything else is asked for in one line."""
+    if config.source and rank == 0 and not any(Path(config.data_dir).glob("*_train_*.bin")):
+        prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
+            f"--source={config.source}", f"--out_dir={config.data_dir}"]))
+    if world > 1:
+        torch.distributed.barrier()  # the others wait for the data
+    return Rows(config.data_dir, "train", config.block_size), Rows(config.data_dir, "val", config.block_size)
+
+
 @functools.lru_cache(maxsize=2)
 def permutation(seed, epoch, n_rows):
     return np.random.default_rng((seed, epoch)).permutation(n_rows)
@@ -166,16 +178,19 @@ def micro_batches(rows, numbers, micro_batch_size, device):
     for start in range(0, len(numbers), micro_batch_size):
         block = torch.from_numpy(rows.read(numbers[start:start + micro_batch_size]))
         if device.type == "cuda":
-            block = block.pin_memory().to(device, non_blocking=True)  # copied while the GPU works on the one before
-        block = block.to(device)
+            block = block.pin_memory()  # so that it is copied while the GPU works on the one before
+        block = block.to(device, non_blocking=True)
         yield block[:, :-1], block[:, 1:]
 
 
 def check_batch(config, world=1):
-    """(rows per step of one process, its micro-batch size); UserError with the nearest value that divides."""
-    for name in ("tokens_per_step", "micro_batch_size", "block_size", "max_steps", "log_every"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} = {getattr(config, name)} must be at least 1")
+    """(rows per step of one process, rows per micro-batch); UserError for a setting that cannot be, with one that can."""
+    for low, names in ((1, "tokens_per_step micro_batch_size block_size n_layer n_head n_embd max_steps log_every"),
+                       (0, "seed dropout lr muon_lr weight_decay grad_clip warmup_steps decay_fraction min_lr_fraction")):
+        for name in names.split():
+            high = 1 if name in ("dropout", "decay_fraction", "min_lr_fraction") else math.inf
+            if not low <= getattr(config, name) <= high:
+                raise UserError(f"{name} = {getattr(config, name)} must be at least {low}" + " and at most 1" * (high == 1))
     unit = config.micro_batch_size * config.block_size
     if config.tokens_per_step % unit:
         raise UserError(f"tokens_per_step ({config.tokens_per_step:,}) must be a multiple of micro_batch_size x "
@@ -196,8 +211,9 @@ def lr_factor(step, config):
     """The learning rate of step 0, 1, ... as a share of its peak: a function of the step, without state.
 
     Warm-up is linear. "linear" then stays at 1 and falls to min_lr_fraction over the last decay_fraction of the steps;
-    with decay_fraction = 0 it stays constant, and a later run with a larger max_steps goes on or cools down.
-    "cosine" falls all the way from the end of the warm-up, as GPT-3's did.
+    with decay_fraction = 0 it stays constant. "cosine" falls all the way from the end of the warm-up, as GPT-3's did.
+    As nothing is remembered, a checkpoint of a constant run can be extended (a larger max_steps) or cooled down
+    (max_steps and decay_fraction such that the decay begins there).
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps  # never 0: the first step would be wasted
@@ -220,15 +236,13 @@ def make_optimizers(model, config):
     hidden = [p for name, p in named if p.ndim == 2 and ".h." in name]
     embeddings = [p for name, p in named if p.ndim == 2 and ".h." not in name]
     vectors = [p for _, p in named if p.ndim < 2]
-    fused = model.device.type in ("cuda", "cpu", "mps")
+    adamw = functools.partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
     if config.optimizer == "muon":
-        muon = Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay, n_embd=model.config.n_embd)
-        groups = [{"params": embeddings + vectors, "weight_decay": 0.0}]
-        optimizers = [muon, torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused)]
+        optimizers = [Muon(hidden, config.muon_lr, config.weight_decay, model.config.n_embd),
+                      adamw(embeddings + vectors, weight_decay=0.0)]
     else:
-        groups = [{"params": hidden + embeddings, "weight_decay": config.weight_decay},
-                  {"params": vectors, "weight_decay": 0.0}]
-        optimizers = [torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused)]
+        optimizers = [adamw([{"params": hidden + embeddings, "weight_decay": config.weight_decay},
+                             {"params": vectors, "weight_decay": 0.0}])]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
@@ -266,14 +280,14 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(p)
                 state["momentum"].lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(state["momentum"], group["momentum"])  # Nesterov: look one step ahead
-                size = self.n_embd if p.size(0) == 3 * self.n_embd and p.size(1) == self.n_embd else p.size(0)
+                size = self.n_embd if p.shape == (3 * self.n_embd, self.n_embd) else len(p)
                 for part, part_update in zip(p.split(size), update.split(size)):
                     shapes.setdefault(part.shape, []).append((part, part_update))
-            for (n_rows, n_columns), pairs in shapes.items():
-                step = group["lr"] * 0.2 * max(n_rows, n_columns) ** 0.5
+            for shape, pairs in shapes.items():
                 updates = orthogonalize(torch.stack([update for _, update in pairs]))
                 for (part, _), update in zip(pairs, updates):
-                    part.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=step)
+                    part.mul_(1 - group["lr"] * group["weight_decay"])
+                    part.sub_(update, alpha=group["lr"] * 0.2 * max(shape) ** 0.5)
 
 
 def orthogonalize(matrices, steps=5):
@@ -284,8 +298,8 @@ def orthogonalize(matrices, steps=5):
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
-        a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return (x.mT if tall else x).to(matrices.dtype)
 
 
@@ -294,9 +308,10 @@ def orthogonalize(matrices, steps=5):
 
 
 def say(text):
-    """print() that survives a closed terminal: losing the screen must not lose the run."""
+    """print() that survives a closed terminal: losing the screen must not lose the run. Of several processes one speaks."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(text, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(text, flush=True)
 
 
 def lock_folder(out_dir):
@@ -304,8 +319,6 @@ def lock_folder(out_dir):
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         file = open(Path(out_dir) / ".lock", "a+b")  # noqa: SIM115 - open for as long as the run
-        for leftover in Path(out_dir).glob("*.tmp"):
-            leftover.unlink()
     except OSError as error:
         raise UserError(f"out_dir = {out_dir} cannot be written: {error.strerror}; choose another with --out_dir=") from None
     try:
@@ -317,6 +330,9 @@ def lock_folder(out_dir):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(f"out_dir = {out_dir} is in use by another run; wait for it, or choose another --out_dir=") from None
+    for leftover in Path(out_dir).glob("*.tmp"):  # of a run that was killed while it wrote
+        with contextlib.suppress(OSError):
+            leftover.unlink()
     return file
 
 
@@ -328,18 +344,16 @@ def append_log(out_dir, row):
 
 
 def cut_log(out_dir, step):
-    """Takes out of log.jsonl what a resumed run will do again: steps after `step`, evaluations from it on."""
+    """Takes out of log.jsonl what a run resumed at `step` will do again: later steps, and what looks at the model at
+    `step`, which comes after the save."""
     path = Path(out_dir) / "log.jsonl"
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a line that a crash cut short
-        if row.get("event") == "start" or row.get("step", 0) < step or (row.get("step") == step and "loss" in row):
-            kept.append(line + "\n")
+    for row in curves.read_log(path):  # without the line that a crash cut short
+        done = row.get("step", math.inf) < step or (row.get("step") == step and ("loss" in row or "warning" in row))
+        if row.get("event") == "start" or (done and "event" not in row):
+            kept.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_text(path, "".join(kept))
 
 
@@ -369,10 +383,16 @@ def load_checkpoint(out_dir):
     paths = [path for path in (Path(out_dir) / "ckpt.pt", Path(out_dir) / "ckpt_prev.pt") if path.exists()]
     for path in paths:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if not {"step", "settings", "data", "model", "optimizers"} <= set(state):
+                raise ValueError("it is no checkpoint of a run")
+            return state
         except Exception as error:  # zip, pickle, end of file, disk: whatever the damage makes torch raise
-            say(f"warning: {path} is damaged ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
+            say(f"warning: {path} is damaged ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
                 + (f"; going on from {paths[1]}" if path != paths[-1] else ""))
+        if path != paths[-1]:
+            with contextlib.suppress(OSError):  # the next save must not put it in the place of the good one
+                os.replace(path, path.with_name("ckpt_damaged.pt"))
     if paths:
         raise UserError(f"no checkpoint in {out_dir} can be read; move them away to start over, or choose another --out_dir=")
     return None
@@ -384,24 +404,52 @@ def resume(state, model, optimizers, scaler, config, fingerprint, fixed=FIXED):
     Lists the settings that changed since. Raises UserError if one of those in `fixed` did, or if the data did.
     """
     old, new = state["settings"], dataclasses.asdict(config)
-    changed = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in new if name in old and old[name] != new[name]
-               and name not in ("plan", "hours")]
-    refused = [line for line in changed if line.split(":")[0] in fixed]
+    changed = {name: f"{name}: {old[name]!r} -> {new[name]!r}" for name in new
+               if name in old and old[name] != new[name] and name not in ("plan", "hours")}
+    refused = "; ".join(changed[name] for name in changed if name in fixed)
     if refused:
-        raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot change: "
-                        f"{'; '.join(refused)}. Go on with the old values, or start over in another --out_dir=")
+        raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot change: {refused}. "
+                        "Go on with the old values, or start over in another --out_dir=")
     if state["data"] != fingerprint:
         raise UserError(f"{config.data_dir} is not the data that {config.out_dir} was trained on (its shards or meta.json "
                         "changed), and the order of the rows depends on it; put it back, or choose another --out_dir=")
-    if changed:
-        say("changed since the checkpoint, and applied: " + "; ".join(changed))
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         # only what it has gathered: rates and decay come from the settings
         optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
     if state.get("scaler"):
         scaler.load_state_dict(state["scaler"])
+    say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose another --out_dir=")
+    if changed:
+        say("changed   since the checkpoint, and applied: " + "; ".join(changed.values()))
     return state["step"]
+
+
+def is_finished(config, step):
+    """Whether the last step was done and had its last look; a kill can come between the two."""
+    with contextlib.suppress(UserError):
+        return step > config.max_steps or (step == config.max_steps and any(
+            row.get("event") == "end" for row in curves.read_log(config.out_dir)))
+    return False
+
+
+def keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence, kind="base"):
+    """Saves checkpoint and model folder at `step`; False, with a warning, if the disk does not let it."""
+    if not all(bool(p.isfinite().all()) for p in model.parameters()):
+        raise UserError(f"the weights at step {step} are not finite; the checkpoint before is kept. Go on from it with a "
+                        "lower --lr")
+    try:
+        save_checkpoint(config.out_dir, {
+            "step": step, "settings": dataclasses.asdict(config), "data": fingerprint, "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
+            "trained_s": trained_s})
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): make space. The one before "
+                         "is kept, and the next attempt comes soon")
+        return False
+    with fence("writing the model folder", step, breakable=False):
+        save_model(model, Path(config.out_dir) / "model", kind=kind, step=step)
+    return True
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -411,40 +459,65 @@ def resume(state, model, optimizers, scaler, config, fingerprint, fixed=FIXED):
 class StopSignals:
     """Ctrl-C, SIGTERM and a closed console ask the run to finish its step and save; a second one leaves at once.
 
-    `signal` is the number of the one that came, or 0. `hurry` is set when the system will soon kill us.
+    `signal` is the number of the one that came, or 0. `hurry` is set when the system will soon kill us. `raises` is set
+    while something runs that can be broken off: start-up, an evaluation.
     """
 
     def __init__(self):
-        self.signal, self.hurry, self.raises = 0, False, False
+        self.signal, self.hurry, self.raises, self.came_s = 0, False, False, 0.0
         for name in ("SIGINT", "SIGTERM", "SIGBREAK", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.handle)
+        if os.name == "nt":
+            self.watch_console()
 
-    def handle(self, number, frame):
+    def handle(self, number, frame=None):
+        now_s, world = time.monotonic(), int(os.environ.get("WORLD_SIZE", "1"))
         if self.signal:
-            os._exit(128 + number)
-        self.signal = number
-        self.hurry = number in (getattr(signal, "SIGHUP", 0), getattr(signal, "SIGBREAK", 0))
-        say("\nstopping: the step is finished and saved first (once more leaves at once)")
-        if self.raises:  # in an evaluation, which can be broken off
+            if world == 1 or now_s > self.came_s + 3:  # torchrun passes on what the terminal has sent to all already
+                os._exit(128 + number)
+            return
+        self.signal, self.came_s = number, now_s
+        self.hurry = self.hurry or number == getattr(signal, "SIGHUP", None)
+        say("\nstopping at the next safe moment (once more leaves at once)")
+        if self.raises:
             raise KeyboardInterrupt
+
+    def watch_console(self):
+        """Windows ends a process about 5 s after its console is closed, or when this handler returns."""
+        import _thread
+        import ctypes
+
+        @ctypes.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint)
+        def on_event(event):
+            if event not in (2, 5, 6):  # closed, logged off, shut down; Ctrl-C comes as a signal
+                return 0
+            self.hurry = True
+            _thread.interrupt_main(signal.SIGTERM)
+            time.sleep(30)  # the main thread saves meanwhile
+            return 1
+
+        self.on_event = on_event  # Windows holds no reference
+        ctypes.windll.kernel32.SetConsoleCtrlHandler(on_event, 1)
 
 
 class Fence:
     """`with fence("samples"):` whatever goes wrong inside is reported once, and training goes on in train mode.
 
-    Nothing inside can change the training: its random numbers are a function of the step, like its batches.
+    Nothing inside can change the training: its random numbers are a function of the step, like its batches. A stop breaks
+    off what is inside, unless it is not `breakable`.
     """
 
     def __init__(self, out_dir, model, stop):
         self.out_dir, self.model, self.stop, self.reported = out_dir, model, stop, set()
 
     @contextlib.contextmanager
-    def __call__(self, what, step=0):
+    def __call__(self, what, step=0, breakable=True):
         try:
-            self.stop.raises = True
+            self.stop.raises = breakable
             yield
+            self.stop.raises = False
         except KeyboardInterrupt:
             pass  # the stop is remembered in self.stop
         except (Exception, SystemExit) as error:
@@ -471,20 +544,86 @@ class PowerMeter:
     def __init__(self, device):
         self.watts = None
         if device.type == "cuda" and shutil.which("nvidia-smi"):
-            threading.Thread(target=self.read, args=(device.index or 0,), daemon=True).start()
+            gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its number may be another than torch's
+            threading.Thread(target=self.read, args=(gpu,), daemon=True).start()
 
-    def read(self, index):
+    def read(self, gpu):
+        command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             while True:
-                out = subprocess.run(["nvidia-smi", f"--id={index}", "--query-gpu=power.draw",
-                                      "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True)
-                self.watts = float(out.stdout)
+                self.watts = float(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
                 time.sleep(10)
         self.watts = None  # it stopped answering: claim nothing from here on
 
 
+class Watch:
+    """Notices what a person looking at the numbers would: a loss that jumps, a speed that halves, a GPU that spills."""
+
+    def __init__(self, out_dir, device):
+        self.losses, self.rates, self.device, self.told = [], [], device, set()
+        with contextlib.suppress(UserError):
+            self.losses = [row["loss"] for row in curves.read_log(out_dir) if isinstance(row.get("loss"), float)][-50:]
+
+    def remarks(self, loss, tok_per_s):
+        """The warnings that this step gives rise to; about speed and memory once in a run."""
+        out, usual = [], statistics.median(self.losses) if len(self.losses) >= 20 else math.inf
+        if loss > usual + 1:
+            out.append(f"loss {loss:.2f} jumped above {usual:.2f}, the median of the last {len(self.losses)} steps; it usually "
+                       "comes back by itself, else the learning rate is too high")
+        self.losses = [*self.losses, loss][-50:] if math.isfinite(loss) else self.losses
+        self.rates = [*self.rates, tok_per_s][-60:]
+        before, now = self.rates[:-10], statistics.median(self.rates[-10:])
+        if len(before) >= 10 and now < statistics.median(before) / 2 and "speed" not in self.told:
+            self.told.add("speed")
+            out.append(f"{now:,.0f} tokens/s is less than half of what it was: another program on the GPU, a laptop on "
+                       "battery, or (Windows) GPU memory spilling into the system's")
+        used = memory_share(self.device) if len(self.rates) == 3 else 0.0
+        if used > 0.92 and "memory" not in self.told:
+            self.told.add("memory")
+            out.append(f"{used:.0%} of the GPU's memory is in use; on Windows the driver then uses the system's, ten times "
+                       "slower, instead of failing. A smaller --micro_batch_size is safe and changes no result")
+        return out
+
+    def time_left(self, steps, tokens_per_step):
+        seconds = steps * tokens_per_step / statistics.median(self.rates)
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Device, compiler, several processes
+
+
+def start_process(config):
+    """(device, rank, world size) of this process, after what must be set before the first tensor."""
+    keep_freed_memory()
+    if sys.platform == "linux":  # less fragmentation; Windows' PyTorch warns that it cannot
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    torch.set_float32_matmul_precision("high")
+    device, local_rank = pick_device(config.device), os.environ.get("LOCAL_RANK")
+    if device.type == "cuda" and local_rank and os.environ.get("WORLD_SIZE", "1") != "1":
+        device = pick_device(f"cuda:{local_rank}")
+        torch.cuda.set_device(device)
+    return device, *join_processes(device)
+
+
+def join_processes(device=None):
+    """(rank, world size). Under torchrun the processes find each other; a single one initialises nothing."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1
+    import datetime
+    on_cuda = device.type == "cuda" if device else torch.cuda.is_available()
+    torch.distributed.init_process_group("nccl" if on_cuda else "gloo", timeout=datetime.timedelta(hours=1))
+    return torch.distributed.get_rank(), world  # an hour: the others wait while rank 0 evaluates
+
+
+def add_up(tensors):
+    """Sums each tensor over all processes, in place; in training the only place where they talk."""
+    try:
+        for work in [torch.distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+    except RuntimeError as error:
+        raise UserError(f"another of the processes has ended, and says why ({str(error).splitlines()[0][:100]})") from None
 
 
 def autocast(device, dtype):
@@ -492,30 +631,32 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+           "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+
+
 def attention_order(name):
     """A context that sets which attention kernels are tried, in which order. PyTorch's own order puts cuDNN's last, after
     two slow ones; its Windows wheels have no FlashAttention, so there cuDNN's is the fast one."""
-    every = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    one = dict(zip(("flash", "cudnn", "efficient", "math"), every))
-    return sdpa_kernel(every if name == "auto" else [one[name]], set_priority=True)
+    return sdpa_kernel(list(KERNELS.values()) if name == "auto" else [KERNELS[name], SDPBackend.MATH], set_priority=True)
 
 
 def attention_used(device, dtype, config):
-    """The name of the kernel that training's attention will run, asked of PyTorch, not guessed."""
-    if device.type != "cuda":
-        return "flash (CPU)" if device.type == "cpu" else "PyTorch's for " + device.type
-    q = torch.empty(1, config.n_head, config.block_size, config.n_embd // config.n_head, device=device, dtype=dtype)
-    params = torch.backends.cuda.SDPAParams(q, q, q, None, config.dropout, True, False)
-    for name, usable in (("flash", torch.backends.cuda.can_use_flash_attention),
-                         ("cudnn", torch.backends.cuda.can_use_cudnn_attention),
-                         ("efficient", torch.backends.cuda.can_use_efficient_attention)):
-        if config.attention in ("auto", name) and usable(params):
-            return name
-    return "math (slow)"
+    """The name of the kernel that attention will run in training, asked of PyTorch; UserError if another one was set."""
+    usable = ["flash"] if device.type == "cpu" else []
+    if device.type == "cuda":
+        q = torch.empty(1, config.n_head, config.block_size, config.n_embd // config.n_head, device=device, dtype=dtype)
+        params, ask = torch.backends.cuda.SDPAParams(q, q, q, None, config.dropout, True, False), torch.backends.cuda
+        usable = [name for name, can in (("flash", ask.can_use_flash_attention), ("cudnn", ask.can_use_cudnn_attention),
+                                         ("efficient", ask.can_use_efficient_attention)) if can(params)]
+    if config.attention not in ("auto", "math", *usable):
+        raise UserError(f"attention = {config.attention} cannot be used on this {device.type} in {dtype}; auto takes the "
+                        f"fastest of {', '.join([*usable, 'math'])}")
+    return config.attention if config.attention != "auto" else [*usable, "math"][0]
 
 
 def start_compile(model, config, device, one_step):
-    """Compiles the model in place if the setting and the machine allow it, and says what happened.
+    """Compiles the model in place if the setting and the machine allow it; returns what happened, for people.
 
     one_step  runs a forward and backward pass, because compiling is lazy: what is missing shows only then
 
@@ -523,56 +664,33 @@ def start_compile(model, config, device, one_step):
     """
     if config.compile is False or (config.compile == "auto" and device.type != "cuda"):
         return "off"
+    start_s = time.perf_counter()
     try:
         model.compile()
-        start_s = time.perf_counter()
         one_step()
         return f"on ({time.perf_counter() - start_s:.0f} s)"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         model._compiled_call_impl = None  # back to eager: there is no public way to undo compile()
-        torch._dynamo.reset()
         fix = "pip install 'triton-windows<3.8'" if os.name == "nt" else "install a C compiler (gcc) and PyTorch's triton"
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         if config.compile is True:
             raise UserError(f"compile = true, but the model cannot be compiled: {reason}; {fix}, or --compile=false") from None
         return f"off, which costs about half the speed on a GPU: {reason}; {fix}"
 
 
-def join_processes():
-    """(rank, world size) of this process. Under torchrun the processes find each other; alone nothing is initialised."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        import datetime
-
-        import torch.distributed as dist
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # long enough for rank 0 to evaluate while the others wait for it
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=datetime.timedelta(hours=1))
-        return dist.get_rank(), world
-    return 0, 1
-
-
-def add_up(tensors):
-    """Sums each tensor over all processes, in place; the only place where they talk."""
-    import torch.distributed as dist
-    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-        work.wait()
-
-
 def is_out_of_memory(error):
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
 
 
 def out_of_memory_advice(config, micro, device):
     """One line: what was used, and the one change that helps without changing the result."""
-    peak = ""
+    where = f"out of memory with micro_batch_size = {micro}"
     if device.type == "cuda":
-        peak = (f", peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB of "
-                f"{torch.cuda.get_device_properties(device).total_memory / 1e9:.1f}")
-    where = f"out of memory with micro_batch_size = {micro}{peak}"
+        total_gb = torch.cuda.get_device_properties(device).total_memory / 1e9
+        where += f", peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB of {total_gb:.1f}"
     if micro > 1:
         smaller = max(n for n in range(1, micro // 2 + 1) if micro % n == 0)
         return (f"{where}; --micro_batch_size={smaller} needs about {smaller / micro:.0%} of the activations, and as "
@@ -593,14 +711,21 @@ def memory_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
 
 
+def memory_share(device):
+    """How much of the GPU's memory is taken; 0.0 without a GPU."""
+    if device.type != "cuda":
+        return 0.0
+    return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
+
+
 def keep_awake():
-    """Asks Windows not to sleep while this process lives; elsewhere returns a hint how to."""
+    """Keeps Windows from sleeping while this process lives; elsewhere returns how to."""
     if os.name == "nt":
         import ctypes
         ctypes.windll.kernel32.SetThreadExecutionState(0x80000001)  # ES_CONTINUOUS | ES_SYSTEM_REQUIRED
-    elif sys.platform == "darwin":
-        return "to keep the machine awake: caffeinate -i python train.py ..."
-    return ""
+        return "Windows does not sleep while this runs"
+    program = "caffeinate -i" if sys.platform == "darwin" else "systemd-inhibit --what=sleep"
+    return f"a machine that falls asleep stops training; {program} python train.py ... prevents it"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -620,7 +745,6 @@ def validation_loss(model, rows, config, micro, device, dtype):
             targets = torch.cat([targets, torch.full_like(targets[:1], -1).expand(short, -1)])
         with autocast(device, dtype):
             total += model(tokens, targets)
-    model.train()
     return total.item() / (n * config.block_size)
 
 
@@ -643,10 +767,9 @@ def write_samples(model, config, step):
 
 
 def score_hellaswag(model, config, step, tokens_seen):
-    """HellaSwag accuracy, logged; the raw module, because its shapes are many."""
+    """HellaSwag's normalised accuracy, logged; it never holds more than the tokens of a training step's micro-batch."""
     items, _ = hellaswag.load_items(config.hellaswag_source)
-    model.eval()
-    score = hellaswag.evaluate(model, items, n=config.hellaswag_n)
+    score = hellaswag.evaluate(model, items, n=config.hellaswag_n, max_tokens=config.micro_batch_size * config.block_size)
     append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "hellaswag": score["acc"],
                                 "hellaswag_norm": score["acc_norm"], "n": score["n"]})
     return score["acc_norm"]
@@ -655,51 +778,68 @@ def score_hellaswag(model, config, step, tokens_seen):
 def look(model, step, config, rows, micro, device, dtype, fence):
     """Everything that looks at the model at `step` and cannot stop or change the training."""
     last, tokens_seen = step == config.max_steps, step * config.tokens_per_step
-    due = {name: last or (every > 0 and step % every == 0) for name, every in (
-        ("val", config.eval_every), ("hellaswag", config.hellaswag_every), ("sample", config.sample_every))}
     val_loss = score = None
-    if due["val"] and config.eval_every and not fence.stop.signal:
+
+    def due(every):
+        return every > 0 and (last or step % every == 0) and not fence.stop.signal
+
+    if due(config.eval_every):
         with fence("validation", step):
             val_loss = validation_loss(model, rows, config, micro, device, dtype)
             append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "val_loss": val_loss})
-    if due["hellaswag"] and config.hellaswag_every and not fence.stop.signal:
+    if due(config.hellaswag_every):
         with fence("HellaSwag", step):
             score = score_hellaswag(model, config, step, tokens_seen)
-    if due["sample"] and config.sample_every and not fence.stop.signal:
+    if due(config.sample_every):
         with fence("samples", step):
             write_samples(model, config, step)
-    if val_loss is not None or score is not None:
-        parts = [f"step {step:6d}"]
-        parts += [f"val loss {val_loss:.4f}"] if val_loss is not None else []
+    if val_loss is None and score is None:
+        return
+    with fence("curves", step):
+        parts = [f"val loss {val_loss:.4f}"] if val_loss is not None else []
         parts += [f"HellaSwag {score:.1%}"] if score is not None else []
-        with fence("curves", step):
-            parts += [text for text in [curves.on_track(tokens_seen, val_loss, score)] if text]
-        say(" | ".join(parts))
-        with fence("curves", step):
+        if curves.comparable(curves.read_log(config.out_dir)):
+            parts += [curves.on_track(tokens_seen, val_loss, score)]
+        say(" | ".join([f"step {step:6d}", *filter(None, parts)]))
+        if step:  # a picture of one point would only delay the first step
             curves.draw([config.out_dir], Path(config.out_dir) / "curves.png")
 
 
+def report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, fence):
+    """One aligned line on the screen and one in the log, after what is worth a warning."""
+    with fence("watching", step, breakable=False):
+        for text in watch.remarks(loss, tok_per_s):
+            fence.warn(step, text)
+    if step % config.log_every and step != config.max_steps:
+        return
+    with fence("log", step, breakable=False):
+        lr, mem_gb, left = optimizers[-1].param_groups[0]["lr"], memory_gb(watch.device), config.max_steps - step
+        say(f"step {step:6d}/{config.max_steps} | loss {loss:7.4f} | lr {lr:.2e} | norm {grad_norm:7.3f} | "
+            f"{tok_per_s:9,.0f} tok/s | " + (f"{mem_gb:5.1f} GB | " if mem_gb is not None else "")
+            + f"{watch.time_left(left, config.tokens_per_step)} left")
+        append_log(config.out_dir, {
+            "step": step, "tokens": step * config.tokens_per_step, "loss": loss, "lr": lr, "grad_norm": grad_norm,
+            "tok_per_s": round(tok_per_s), "mem_gb": mem_gb, **({"power_w": power.watts} if power.watts is not None else {})})
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Before the run
+# Before the run, and after it
 
 
 def start_model(config, device):
     """The network to train, fp32 on `device`: random by config.seed, or the weights of config.init_from."""
     torch.manual_seed(config.seed)
     sizes = GPTConfig(config.block_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
-    if config.init_from:
-        model = load_model(config.init_from, device)
-        differ = [f"{name} = {getattr(model.config, name)}" for name in ("n_layer", "n_head", "n_embd")
-                  if getattr(model.config, name) != getattr(sizes, name)]
-        if differ or model.config.block_size < config.block_size:
-            raise UserError(f"init_from = {config.init_from} has {', '.join(differ)} and block_size up to "
-                            f"{model.config.block_size}; give the same with --key=value")
-        model.config.dropout = config.dropout
-        for module in model.modules():
-            if hasattr(module, "dropout"):
-                module.dropout = config.dropout
-    else:
-        model = GPT(sizes).to(device)
+    model = load_model(config.init_from, device) if config.init_from else GPT(sizes).to(device)
+    differ = [f"{name} = {getattr(model.config, name)}" for name in ("n_layer", "n_head", "n_embd", "vocab_size")
+              if getattr(model.config, name) != getattr(sizes, name)]
+    if differ or model.config.block_size < config.block_size:
+        raise UserError(f"init_from = {config.init_from} has {', '.join([*differ, ''])}block_size up to "
+                        f"{model.config.block_size}; give the same with --key=value")
+    model.config.dropout = config.dropout
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = config.dropout
     model.loss_chunk_rows = config.loss_chunk_rows
     return model.train()
 
@@ -712,105 +852,76 @@ def refuse_a_crawl(config, device, n_weights):
                         "--device=cpu insists")
 
 
-def open_data(config):
-    """(training rows, validation rows); a missing tiny world is made first, anything else is asked for in one line."""
-    if config.source and not any(Path(config.data_dir).glob("*_train_*.bin")):
-        prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
-            f"--source={config.source}", f"--out_dir={config.data_dir}"]))
-    return (Rows(config.data_dir, "train", config.block_size), Rows(config.data_dir, "val", config.block_size))
+def disk_line(config, n_weights):
+    """What the run will write: two checkpoints and one being written, and the model folder with its own."""
+    folder = next(path for path in [Path(config.out_dir).resolve(), *Path(config.out_dir).resolve().parents] if path.exists())
+    need, free = (3 * (3 if config.optimizer == "adamw" else 2) + 2) * 4 * n_weights / 1e9, shutil.disk_usage(folder).free / 1e9
+    return (f"{need:.1f} GB needed in {config.out_dir}, {free:.1f} GB free"
+            + ("; TOO LITTLE: make space before the first save, or choose another --out_dir=" if free < need else ""))
 
 
-def make_plan(model, config, rows, micro, device, dtype):
-    """Prints what the run needs: steps, hours and memory by part, measured here on one micro-batch, not guessed."""
-    accumulation = config.tokens_per_step // config.block_size // micro
-    kept = {"logits": {}, "activations": {}}
+def make_plan(model, config, rows, device, dtype):
+    """Prints what the run needs: steps, hours and memory by part, measured here and not guessed."""
+    n_weights, step_rows = sum(p.numel() for p in model.parameters()), config.tokens_per_step // config.block_size
+    micro = check_batch(config)[1] if device.type == "cuda" or n_weights < BIGGEST_ON_CPU else 1
+    numbers, optimizers, kept = rows_of_step(0, len(rows), micro, config.seed), make_optimizers(model, config), {}
 
     def remember(tensor):  # what the forward pass keeps for the backward pass, each block of memory once
-        if tensor.data_ptr() not in weights:
-            part = "logits" if tensor.numel() and tensor.size(-1) == model.config.vocab_size else "activations"
-            kept[part][tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    weights = {p.data_ptr() for p in model.parameters()}
-    numbers = rows_of_step(0, len(rows), accumulation * micro, config.seed)
-    times_s = []
-    for attempt in range(3):
+    def pass_s():
         start_s = time.perf_counter()
         tokens, targets = next(micro_batches(rows, numbers, micro, device))
-        hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
-        with hooks if attempt == 0 else contextlib.nullcontext(), autocast(device, dtype):
-            loss = model.forward(tokens, targets)
+        with autocast(device, dtype):
+            loss = model(tokens, targets)
         loss.backward()
         loss.item()  # waits for the device
-        times_s.append(time.perf_counter() - start_s)
-    step_s = min(times_s) * accumulation
-    n_weights = sum(p.numel() for p in model.parameters())
-    per_weight = 4 * (1 if config.optimizer == "muon" else 2)
-    total = config.max_steps * config.tokens_per_step
-    gb = {"weights": 4 * n_weights / 1e9, "gradients": 4 * n_weights / 1e9, "optimizer": per_weight * n_weights / 1e9,
-          "activations": sum(kept["activations"].values()) / 1e9, "logits": sum(kept["logits"].values()) / 1e9}
+        return time.perf_counter() - start_s
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        pass_s()
+    weights = {p.data_ptr() for p in model.parameters()}
+    gb = {"weights": 4 * n_weights, "gradients": 4 * n_weights,
+          "optimizer": 4 * n_weights * (2 if config.optimizer == "adamw" else 1), "activations": 0, "logits": 0}
+    for pointer, tensor in kept.items():
+        if pointer not in weights:
+            gb["logits" if tensor.dim() and tensor.size(-1) == VOCAB_SIZE else "activations"] += tensor.untyped_storage().nbytes()
+    kept.clear()
+    compiled = start_compile(model, config, device, pass_s)
+    micro_s = min(pass_s() for _ in range(3))
+    start_s = time.perf_counter()
+    for optimizer in optimizers:
+        optimizer.step()
+    next(model.parameters()).sum().item()
+    step_s, total = micro_s * step_rows / micro + time.perf_counter() - start_s, config.max_steps * config.tokens_per_step
     say(f"tokens    {total:,} = {config.max_steps:,} steps of {config.tokens_per_step:,} "
         f"({total / (len(rows) * config.block_size):.2f} times through the data)")
-    say("memory    " + ", ".join(f"{name} {size:.2f}" for name, size in gb.items())
-        + f"; together {sum(gb.values()):.2f} GB with micro_batch_size = {micro}, not compiled")
-    say(f"time      {step_s:.2f} s a step ({config.tokens_per_step / step_s:,.0f} tokens/s, measured on one micro-batch, "
-        f"not compiled), {config.max_steps * step_s / 3600:.1f} hours")
-    say(f"disk      {(3 * (4 + per_weight) + 8) * n_weights / 1e9:.1f} GB in {config.out_dir}, "
-        f"{shutil.disk_usage(Path(config.out_dir).resolve().anchor).free / 1e9:.0f} GB free")
+    say("memory    " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in gb.items())
+        + f"; together {sum(gb.values()) / 1e9:.2f} GB for {micro} rows at once, not compiled")
+    say(f"time      {step_s:.2f} s a step, {config.tokens_per_step / step_s:,.0f} tokens/s (measured on {micro} rows and one "
+        f"step of the optimizer; compile {compiled}), {config.max_steps * step_s / 3600:.1f} hours without evaluations")
+    say(f"disk      {disk_line(config, n_weights)}")
     if config.hours:
         fits = int(config.hours * 3600 / step_s)
         say(f"hours     --max_steps={fits} fits {config.hours:g} hours ({fits * config.tokens_per_step:,} tokens)")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The run
-
-
-class Watch:
-    """Notices what a person looking at the numbers would: a loss that jumps, a speed that halves, a GPU that spills."""
-
-    def __init__(self, out_dir, device):
-        self.losses = []
-        with contextlib.suppress(OSError, UserError):
-            self.losses = [row["loss"] for row in curves.read_log(out_dir) if isinstance(row.get("loss"), float)][-50:]
-        self.rates, self.device, self.told = [], device, set()
-
-    def remarks(self, loss, tok_per_s):
-        """The warnings that this step gives rise to; about speed and memory once in a run."""
-        out = []
-        if len(self.losses) >= 20 and loss > statistics.median(self.losses) + 1:
-            out.append(f"loss {loss:.2f} jumped above {statistics.median(self.losses):.2f}, the median of the last "
-                       f"{len(self.losses)} steps; it usually comes back by itself, else the learning rate is too high")
-        self.losses = [*self.losses, loss][-50:]
-        if len(self.rates) >= 20 and tok_per_s < statistics.median(self.rates) / 2 and "speed" not in self.told:
-            self.told.add("speed")
-            out.append(f"{tok_per_s:,.0f} tokens/s is less than half of what it was: another program on the GPU, a laptop on "
-                       "battery, or (Windows) GPU memory spilling into the system's")
-        self.rates = [*self.rates, tok_per_s][-50:]
-        if self.device.type == "cuda" and len(self.rates) == 3:
-            used = torch.cuda.max_memory_reserved(self.device) / torch.cuda.get_device_properties(self.device).total_memory
-            if used > 0.92:
-                out.append(f"{used:.0%} of the GPU's memory is in use; on Windows the driver then uses the system's, ten times "
-                           "slower, instead of failing. A smaller --micro_batch_size is safe and changes no result")
-        return out
-
-    def time_left(self, steps, tokens_per_step):
-        seconds = steps * tokens_per_step / statistics.median(self.rates)
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
-
-
-def describe_start(config, step, rows, device, dtype, why, compiled, n_weights, world):
-    """The log's start line, and the same for the reader."""
-    total = config.max_steps * config.tokens_per_step
+def describe_start(config, model, step, rows, device, dtype, why, compiled, world):
+    """Says what will run on what, and returns the same as the log's start line."""
+    total, n_weights = config.max_steps * config.tokens_per_step, sum(p.numel() for p in model.parameters())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    precision = str(dtype).removeprefix("torch.")
-    attention = attention_used(device, dtype, config)
+    precision, attention = str(dtype).removeprefix("torch."), attention_used(device, dtype, config)
+    tokenizer()  # found missing now rather than at the first save
     say(f"model     {n_weights / 1e6:.1f}M weights, {config.n_layer} layers, {config.n_embd} wide, block_size "
         f"{config.block_size}" + (f", from {config.init_from}" if config.init_from else ""))
     say(f"data      {len(rows):,} rows in {config.data_dir} ({rows.dropped_tokens:,} tokens left over), "
         f"{total / (len(rows) * config.block_size):.2f} times through")
-    say(f"device    {device.type}, {name}, {precision} ({why}); attention {attention}; compile {compiled}"
-        + (f"; {world} processes" if world > 1 else ""))
+    say(f"device    {device.type}, {name}, {precision} ({why}); PyTorch {torch.__version__}, CUDA {torch.version.cuda}; "
+        f"attention {attention}; compile {compiled}" + (f"; {world} processes" if world > 1 else ""))
+    say(f"disk      {disk_line(config, n_weights)}")
+    with contextlib.suppress(Exception):
+        say(f"awake     {keep_awake()}")
     say(f"steps     {step:,} of {config.max_steps:,}, {config.tokens_per_step:,} tokens each, {total:,} in all; "
         f"{config.optimizer}, {config.schedule} schedule")
     commit = ""
@@ -822,73 +933,77 @@ def describe_start(config, step, rows, device, dtype, why, compiled, n_weights, 
             "dtype": precision, "attention": attention, "compile": compiled, "weights": n_weights, "world": world}
 
 
-def train(config, model, rows, val_rows, device, dtype, why, rank, world):
+def last_words(config, step, trained_s, stop):
+    """How to go on, or what came out. Returns the exit code."""
+    if step < config.max_steps or stop.signal:
+        say(f"stopped at step {step:,}, saved in {config.out_dir}; the same command goes on: python "
+            f"{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
+        return 128 + (stop.signal or signal.SIGTERM)
+    with contextlib.suppress(Exception):
+        append_log(config.out_dir, {"event": "end", "step": step})
+        say(curves.summary(curves.read_log(config.out_dir)))
+    say(f"done: {step:,} steps in {trained_s / 3600:.2f} h of training; the model is in {config.out_dir}/model")
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
     """The run from where out_dir stands to max_steps. Returns the exit code: 0, or 128 + the signal that ended it."""
-    out_dir, master = Path(config.out_dir), rank == 0
-    lock = lock_folder(out_dir) if master else None  # noqa: F841 - held until the process ends
     share, micro = check_batch(config, world)
+    master, fence, fingerprint = rank == 0, Fence(config.out_dir, model, stop), rows.fingerprint()
     optimizers = make_optimizers(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    fingerprint, state, step, trained_s = rows.fingerprint(), load_checkpoint(out_dir), 0, 0.0
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # fp16 would round small gradients to 0
+    state, step, trained_s = load_checkpoint(config.out_dir), 0, 0.0
     if state:
         step, trained_s = resume(state, model, optimizers, scaler, config, fingerprint), state.get("trained_s", 0.0)
         del state  # as large as the model and its optimizer
-    if step >= config.max_steps:
-        say(f"{out_dir} is finished: {step:,} steps. Talk to it with hellaswag.py, sft.py or chat.py; train on with a "
-            "larger --max_steps; start over in another --out_dir")
+    if world > 1:
+        agree_on_step(step, device, world)
+    if is_finished(config, step):
+        say(f"{config.out_dir} is finished: {step:,} steps. Talk to it with chat.py, tune it with sft.py, train on with a larger "
+            "--max_steps")
         return 0
-    stop = StopSignals()
-    fence = Fence(out_dir, model, stop)
 
     def one_step():  # for the compiler: a whole pass of the real shape
-        tokens, targets = next(micro_batches(rows, np.arange(micro), micro, device))
+        tokens, targets = next(micro_batches(rows, np.arange(micro) % len(rows), micro, device))
         with autocast(device, dtype):
             model(tokens, targets).backward()
         model.zero_grad(set_to_none=True)
 
-    def keep(step):
-        """Saves everything at `step`; False, with a warning, if the disk does not let it."""
-        if not all(bool(p.isfinite().all()) for p in model.parameters()):
-            raise UserError(f"the weights at step {step} are not finite; the checkpoint before is kept. Go on from it with a "
-                            "lower --lr")
-        try:
-            save_checkpoint(out_dir, {
-                "step": step, "settings": dataclasses.asdict(config), "data": fingerprint, "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
-                "trained_s": trained_s})
-        except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-            fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): make space; the one "
-                             f"before is kept, training goes on and tries again in {RETRY_SAVE_STEPS} steps")
-            return False
-        with fence("writing the model folder", step):
-            save_model(model, out_dir / "model", step=step)
-        return True
-
     compiled = start_compile(model, config, device, one_step)
+    start = describe_start(config, model, step, rows, device, dtype, why, compiled, world)
     if master:
-        with fence("log"):
-            save(config, out_dir / "config.toml")
-            cut_log(out_dir, step)
-            append_log(out_dir, describe_start(config, step, rows, device, dtype, why, compiled,
-                                               sum(p.numel() for p in model.parameters()), world))
-    watch, power, in_a_row = Watch(out_dir, device), PowerMeter(device), 0
+        with fence("log", breakable=False):
+            save(config, Path(config.out_dir) / "config.toml")
+            cut_log(config.out_dir, step)
+            append_log(config.out_dir, start)
+    watch, power, bad_in_a_row = Watch(config.out_dir, device), PowerMeter(device), 0
     first_step = saved_step = step
-    next_save, stopping = step + config.save_every, False
+    next_save, stopping, stop.raises = step + (config.save_every or math.inf), False, False
     while True:
-        # ---- looking and saving: nothing here changes the training -----------------------------------------------
-        stopping = stopping or (stop.signal and world == 1)
-        last = step == config.max_steps
+        # ---- saving and looking: nothing here changes the training -----------------------------------------------
+        stopping, last = stopping or bool(stop.signal and world == 1), step == config.max_steps
         if master and step != saved_step and (stopping or last or step >= next_save):
-            saved = keep(step)
-            saved_step, next_save = (step, step + config.save_every) if saved else (saved_step, step + RETRY_SAVE_STEPS)
+            if keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence):
+                saved_step, next_save = step, step + (config.save_every or math.inf)
+            elif stopping or last:
+                raise UserError(f"step {step} is not saved: make space; the same command goes on from the checkpoint before")
+            else:
+                next_save = step + RETRY_SAVE_STEPS
+        if master and not stopping:
+            with contextlib.suppress(KeyboardInterrupt):  # a stop breaks it off; going on does it again
+                look(model, step, config, val_rows, micro, device, dtype, fence)
+        if stop.signal and world == 1 and not stopping:
+            continue
         if stopping or last:
             break
-        if master:
-            look(model, step, config, val_rows, micro, device, dtype, fence)
 
         # ---- the step --------------------------------------------------------------------------------------------
         step_start_s = time.perf_counter()
-        torch.manual_seed((config.seed * 2**24 + step) * 2**8 + rank)  # dropout, too, is a function of the step
+        torch.manual_seed(((config.seed * 2**24 + step) * 2**8 + rank) % 2**63)  # dropout, too, is a function of the step
         numbers = rows_of_step(step, len(rows), share * world, config.seed)[rank * share:(rank + 1) * share]
         loss = torch.zeros((), device=device)
         # Gradient accumulation: half a million tokens do not fit the card, but gradients add up. Each micro-batch gives
@@ -921,79 +1036,60 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world):
 
         # ---- everything from here on is only for people ----------------------------------------------------------
         step_s = time.perf_counter() - step_start_s
-        trained_s += step_s
+        trained_s, bad_in_a_row = trained_s + step_s, 0 if finite else bad_in_a_row + 1
+        if master and not finite:
+            fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, weights unchanged")
         if master:
             report(step, loss, grad_norm, config.tokens_per_step / step_s, config, optimizers, watch, power, fence)
-            if not finite:
-                fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, weights unchanged")
-        in_a_row = 0 if finite else in_a_row + 1
-        if in_a_row == BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):  # a scaler finds its scale by failing
+        if bad_in_a_row == BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):  # a scaler finds its scale by failing
+            good = step - bad_in_a_row  # nothing has changed since
             if master:
-                keep(step - in_a_row)  # nothing has changed since
-            raise UserError(f"{in_a_row} steps in a row had a loss or gradient that is not finite. The checkpoint is from step "
-                            f"{step - in_a_row}, before them: go on with a lower --lr or a longer --warmup_steps")
+                keep(config, model, optimizers, scaler, good, fingerprint, trained_s, fence)
+            raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. The checkpoint is from "
+                            f"step {good}, before them: go on with a lower --lr or a longer --warmup_steps")
         if step == first_step + 3:
             gc.collect()
             gc.freeze()  # what lives now lives to the end: later collections need not look at it
-
-    if last and master:
-        look(model, step, config, val_rows, micro, device, dtype, fence)
     return last_words(config, step, trained_s, stop) if master else 0
 
 
-def report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, fence):
-    """One aligned line on the screen and one in the log, after what is worth a warning."""
-    row = {"step": step, "tokens": step * config.tokens_per_step, "loss": loss, "lr": optimizers[-1].param_groups[0]["lr"],
-           "grad_norm": grad_norm, "tok_per_s": round(tok_per_s), "mem_gb": memory_gb(watch.device)}
-    if power.watts is not None:
-        row["power_w"] = power.watts
-    for text in watch.remarks(loss, tok_per_s):
-        fence.warn(step, text)
-    if step % config.log_every and step != config.max_steps:
-        return
-    with fence("log", step):
-        append_log(config.out_dir, row)
-    memory = f"{row['mem_gb']:5.1f} GB | " if row["mem_gb"] is not None else ""
-    say(f"step {step:6d}/{config.max_steps} | loss {loss:7.4f} | lr {row['lr']:.2e} | norm {grad_norm:7.3f} | "
-        f"{tok_per_s:9,.0f} tok/s | {memory}{watch.time_left(config.max_steps - step, config.tokens_per_step)} left")
+def agree_on_step(step, device, world):
+    """Raises UserError if the processes found different checkpoints. It is also where they wait for each other."""
+    total = torch.tensor(float(step), device=device)
+    add_up([total])
+    if total.item() != step * world:
+        raise UserError("the processes see different checkpoints: out_dir must be on a disk that all of them share")
 
 
-def last_words(config, step, trained_s, stop):
-    """How to go on, or what came out. Returns the exit code."""
-    if step < config.max_steps:
-        say(f"stopped at step {step:,}, saved in {config.out_dir}; the same command goes on: python "
-            f"{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
-        return 128 + (stop.signal or signal.SIGTERM)
-    with contextlib.suppress(Exception):
-        say(curves.summary(curves.read_log(config.out_dir)))
-    say(f"done: {step:,} steps in {trained_s / 3600:.2f} h of training; the model is in {config.out_dir}/model")
-    return 0
-
-
-def main():
-    keep_freed_memory()
-    if sys.platform == "linux":  # less fragmentation; Windows' PyTorch warns that it cannot
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    torch.set_float32_matmul_precision("high")
-    config = load(Config, "train")
-    rank, world = join_processes()
-    device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and torch.cuda.is_available() else config.device)
-    micro = check_batch(config, world)[1]
+def run_training(config, stop):
+    """Everything from the settings to the exit code."""
+    device, rank, world = start_process(config)
+    check_batch(config, world)
     model = start_model(config, device)
-    n_weights = sum(p.numel() for p in model.parameters())
-    refuse_a_crawl(config, device, n_weights)
+    refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, why = pick_dtype(device, training=True, name=config.dtype)
-    rows, val_rows = open_data(config)
-    if config.plan:
-        return make_plan(model, config, rows, micro, device, dtype)
+    lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - held until the end
+    rows, val_rows = open_data(config, rank, world)
     try:
         with attention_order(config.attention):
-            code = train(config, model, rows, val_rows, device, dtype, why, rank, world)
+            if config.plan:
+                return make_plan(model, config, rows, device, dtype) or 0
+            return train(config, model, rows, val_rows, device, dtype, why, rank, world, stop)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(out_of_memory_advice(config, micro, device)) from None
-    if world > 1:
+        raise UserError(out_of_memory_advice(config, check_batch(config, world)[1], device)) from None
+
+
+def main():
+    config, stop = load(Config, "train"), StopSignals()
+    stop.raises = True
+    try:
+        code = run_training(config, stop)
+    except KeyboardInterrupt:
+        say("stopped before the first step; nothing was changed")
+        code = 128 + (stop.signal or signal.SIGINT)
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)
 
