@@ -2,18 +2,19 @@
 
     python sft.py                      out/train/model learns from smol-smoltalk and becomes out/sft/model
     python sft.py configs/tiny         the tiny world, after python train.py configs/tiny: minutes on a CPU
-    python sft.py --source=my/chats    your own parquet or jsonl files (name a new --data_dir and --out_dir, too)
+    python sft.py --source=my/chats    your own parquet or jsonl files (name a new data_dir and out_dir, too)
     python sft.py --show               some conversations, with what is learned of them in colour
     python sft.py --plan               the steps and hours that it will take, measured here
 
-Reads   a model folder, and conversations {"messages": [{"role", "content"}, ...]}, tokenised once into data_dir.
-Writes  out_dir/: the same as train.py, and answers.md: what the model says to the same questions before, on the
-        way and after. The model to talk to is out_dir/model: python chat.py.
+Reads   a model folder, and conversations {"messages": [{"role", "content"}, ...]}, tokenised once.
+Writes  out_dir/: the same as train.py, and answers.md: what the model says to the same questions before, on
+        the way and after. The model to talk to is out_dir/model: python chat.py.
 
-What is learned is the assistant's part only: the words of its turns and the <|end|> that closes each of them, so
-it learns to answer and to stop. Every conversation stands alone at the start of a row, as it will in the chat.
+What is learned is the assistant's part only: the words of its turns and the <|end|> that closes each of them,
+so it learns to answer and to stop. Every conversation stands alone at the start of a row, as it will in chat.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -41,13 +43,10 @@ from model import (
     VOCAB_SIZE,
     decode,
     generate,
-    keep_freed_memory,
     load_model,
-    pick_device,
     pick_dtype,
     question_prompt,
     render_chat,
-    save_model,
     supervised,
 )
 from prepare_fineweb import map_in_order, read_meta, read_shard, shards, write_shard
@@ -103,6 +102,8 @@ TEST_EVERY = 50          # a source without a test split gives every 50th conver
 MAX_WIDTHS = 7           # each width compiles to a graph of its own, and torch stops compiling after 8
 WIDTH_STEP = 16          # widths are multiples of this: matrix units dislike odd sizes
 USEFUL = 0.90            # no more widths than it takes for this share of the rows to be text, not padding
+# what a checkpoint may not be resumed with: these decide which rows come next
+FIXED = train.FIXED | {"groups_per_step"}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -136,8 +137,8 @@ def open_source(source):
     """The parts of a source: [(split, rows, fetch)]; fetch(rows) yields the `messages` of these row numbers.
 
     split   "val", the test split, or "train"
-    source  "tiny", a .parquet or .jsonl file or a folder of them ("test" in a path means the test split), or a
-            name on the hub
+    source  "tiny", a .parquet or .jsonl file or a folder of them ("test" in a path means the test split), or
+            a name on the hub
 
     Conversations are read when fetch is called. Without a test split every 50th conversation goes there.
     """
@@ -223,12 +224,14 @@ def prepare(config):
     preparation that was stopped goes on with the next shard. What cannot be used is counted by reason.
     """
     data_dir = Path(config.data_dir)
-    meta = {"kind": "conversations", "source": config.source, "tokenizer": "gpt2", "complete": False, "shards": {}}
+    meta = {"kind": "conversations", "source": config.source, "tokenizer": "gpt2", "complete": False,
+            "shards": {}}
     if (data_dir / "meta.json").exists():
         there = read_meta(data_dir)
         if any(there.get(key) != meta[key] for key in ("kind", "source")):
-            raise UserError(f"data_dir = {data_dir} holds {there.get('kind', 'documents')} from {there.get('source')!r}, "
-                            f"not conversations from source = {config.source!r}: name that source, or another data_dir")
+            raise UserError(f"data_dir = {data_dir} holds {there.get('kind', 'documents')} from "
+                            f"{there.get('source')!r}, not conversations from source = {config.source!r}: "
+                            "name that source, or another data_dir")
         meta = there
     if meta["complete"]:
         return
@@ -240,9 +243,10 @@ def prepare(config):
     for number, (split, rows, fetch) in enumerate(pieces):
         path = data_dir / f"{prefix}_{split}_{number:06d}.bin"
         if path.name not in meta["shards"] or not path.exists():
-            meta["shards"][path.name] = write_conversations(path, rows, fetch, config.workers or os.cpu_count())
+            found = write_conversations(path, rows, fetch, config.workers or os.cpu_count())
+            meta["shards"][path.name] = found
             write_text(data_dir / "meta.json", json.dumps(meta, indent=1))
-            train.say(f"{path}  {meta['shards'][path.name]['tokens']:,} tokens ({number + 1} of {len(pieces)})")
+            train.say(f"{path}  {found['tokens']:,} tokens ({number + 1} of {len(pieces)})")
     parts = meta["shards"].values()
     meta |= {key: sum(part[key] for part in parts) for key in ("conversations", "used", "tokens")}
     meta["unusable"] = sum((Counter(part["unusable"]) for part in parts), Counter())
@@ -292,16 +296,16 @@ def load_split(data_dir, split, block_size):
         offset += len(tokens)
     arrays = [np.concatenate(column) for column in zip(*parts)]
     if not len(arrays[1]):
-        raise UserError(f"{data_dir} has no conversation in its {split} split with a reply within block_size = {block_size} "
-                        "tokens; meta.json says what was unusable, and why")
+        raise UserError(f"{data_dir} has no conversation in its {split} split with a reply within block_size "
+                        f"= {block_size} tokens; its meta.json says what was unusable, and why")
     return Split(*arrays, cut, dropped)
 
 
 def choose_widths(lengths, block_size):
     """The widths that rows are padded to, ascending: those that waste the least on `lengths`, inputs per row.
 
-    Exact, by dynamic programming over multiples of WIDTH_STEP: the best k + 1 widths that end at j are the best
-    k that end at some i < j, and j for the rows between. The fewest that reach USEFUL, at most MAX_WIDTHS.
+    Exact, by dynamic programming over multiples of WIDTH_STEP: the best k + 1 widths that end at j are the
+    best k that end at some i < j, and j for the rows between. The fewest that reach USEFUL, or MAX_WIDTHS.
     """
     count = np.bincount(-(-lengths // WIDTH_STEP))
     n_up_to, last = np.cumsum(count), len(count) - 1
@@ -319,9 +323,9 @@ def choose_widths(lengths, block_size):
 def make_groups(split, widths, config, n_epochs):
     """The order of training: a list of (row numbers, width), each conversation once per epoch.
 
-    A group is 1/groups_per_step of a step, in rows of one width. Each epoch deals the conversations anew, from
-    default_rng((seed, epoch)). All of it is a function of data and settings: a resumed run needs no loader state,
-    and micro_batch_size only says in how many bites a group is taken.
+    A group is 1/groups_per_step of a step, in rows of one width. Each epoch deals the conversations anew,
+    from default_rng((seed, epoch)). All of it is a function of data and settings, so a resumed run needs no
+    state of it, and micro_batch_size only says in how many bites a group is taken.
     """
     block_rows = config.tokens_per_step // (config.groups_per_step * config.block_size)
     width_of = np.searchsorted(widths, split.length - 1)  # the narrowest that holds the row
@@ -371,33 +375,35 @@ def useful_share(split, widths, config):
 
 
 def plan_steps(config, split, widths):
-    """(config with the number of steps in max_steps, all their groups); epochs and max_steps both limit it."""
+    """(config with the number of steps as max_steps, their groups); epochs and max_steps both limit it."""
     per_epoch, k = len(make_groups(split, widths, config, 1)), config.groups_per_step
-    limits = [-(-config.epochs * per_epoch // k)] * (config.epochs > 0) + [config.max_steps] * (config.max_steps > 0)
-    config = dataclasses.replace(config, max_steps=min(limits))
+    limits = (-(-config.epochs * per_epoch // k), config.max_steps)
+    config = dataclasses.replace(config, max_steps=min(limit for limit in limits if limit))
     groups = make_groups(split, widths, config, -(-config.max_steps * k // per_epoch))
     return config, groups[:config.max_steps * k]
 
 
-def check_batch(config):
-    """Raises UserError, with a value that works, if a step is not a whole number of groups and micro-batches."""
-    for name in ("tokens_per_step", "groups_per_step", "micro_batch_size", "block_size", "log_every"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} = {getattr(config, name)} must be at least 1")
-    if max(config.epochs, config.max_steps) < 1 or min(config.epochs, config.max_steps) < 0:
-        raise UserError(f"epochs = {config.epochs} and max_steps = {config.max_steps} must say how long to train: "
-                        "epochs = 2, or a number of steps")
+def check_settings(config):
+    """Raises UserError for a setting that cannot be, with a value that can."""
+    for low, names in ((1, "tokens_per_step groups_per_step micro_batch_size block_size log_every"),
+                       (0, "epochs max_steps seed lr weight_decay grad_clip warmup_steps eval_rows")):
+        for name in names.split():
+            if getattr(config, name) < low:
+                raise UserError(f"{name} = {getattr(config, name)} must be at least {low}")
+    if not config.epochs and not config.max_steps:
+        raise UserError("epochs = 0 and max_steps = 0 do not say how long to train; epochs = 2 does")
     unit = config.groups_per_step * config.micro_batch_size * config.block_size
     if config.tokens_per_step % unit:
-        raise UserError(f"tokens_per_step ({config.tokens_per_step:,}) must be a multiple of groups_per_step x "
-                        f"micro_batch_size x block_size ({config.groups_per_step} x {config.micro_batch_size} x "
-                        f"{config.block_size:,} = {unit:,}); the nearest is tokens_per_step = "
-                        f"{max(1, round(config.tokens_per_step / unit)) * unit}")
+        nearest = max(1, round(config.tokens_per_step / unit)) * unit
+        raise UserError(
+            f"tokens_per_step ({config.tokens_per_step:,}) must be a multiple of groups_per_step x "
+            f"micro_batch_size x block_size ({config.groups_per_step} x {config.micro_batch_size} x "
+            f"{config.block_size:,} = {unit:,}); the nearest is tokens_per_step = {nearest}")
 
 
-def fingerprint(data_dir, split):
+def fingerprint(config, split):
     """A text that changes with the conversations: the order of training depends on them."""
-    meta = (Path(data_dir) / "meta.json").read_bytes()
+    meta = (Path(config.data_dir) / "meta.json").read_bytes()
     return hashlib.sha256(meta + split.start.tobytes() + split.length.tobytes()).hexdigest()
 
 
@@ -422,7 +428,7 @@ def show(config, n=5):
 
 @torch.no_grad()
 def test_loss(model, test, config, device, dtype):
-    """Mean loss in nats per supervised token of the first eval_rows conversations of the test split (0: all)."""
+    """Mean loss in nats per supervised token of the test split's first eval_rows conversations (0: all)."""
     n = min(config.eval_rows or len(test.start), len(test.start))
     widths = choose_widths(test.length[:n] - 1, config.block_size)
     width_of = np.searchsorted(widths, test.length[:n] - 1)
@@ -437,17 +443,18 @@ def test_loss(model, test, config, device, dtype):
 
 
 def reply_quality(model, test, config):
-    """Greedy replies to the first messages of some test conversations: do they end, do they repeat themselves?
+    """Greedy replies to the first messages of some test conversations: do they end, do they repeat words?
 
-    Returns {"ended": share of the replies that wrote their <|end|> within sample_tokens, "repetition": share of
-    their trigrams that had been in the same reply before, "replies": how many}.
+    Returns {"ended": share of the replies that wrote their <|end|> within sample_tokens, "repetition": share
+    of their trigrams that had been in the same reply before, "replies": how many}.
     """
     replies = []
     model.eval()
     for start, length in zip(test.start[:config.sample_rows], test.length):
         ids = test.tokens[start:start + length].tolist()
         prompt = ids[:ids.index(ASSISTANT) + 1]
-        replies.append(list(generate(model, prompt, config.sample_tokens, temperature=0, stop=(END, END_OF_TEXT))))
+        replies.append(list(generate(model, prompt, config.sample_tokens, temperature=0,
+                                     stop=(END, END_OF_TEXT))))
     trigrams = [list(zip(reply, reply[1:], reply[2:])) for reply in replies]
     n_trigrams, n_distinct = sum(map(len, trigrams)), sum(len(set(found)) for found in trigrams)
     return {"ended": sum(reply[-1] == END for reply in replies) / len(replies),
@@ -457,8 +464,8 @@ def reply_quality(model, test, config):
 def ask(model, questions, max_new_tokens):
     """The model's likeliest answers: [(question, answer)]; one that does not end by itself ends in " ...".
 
-    A question that begins with "and then:" goes on in the conversation of the one above. A base model, which has
-    never seen a role, is asked as `Question: ... Answer:`.
+    A question that begins with "and then:" goes on in the conversation of the one above. A base model, which
+    has never seen a role, is asked as `Question: ... Answer:`.
     """
     answers, messages = [], []
     model.eval()
@@ -476,7 +483,7 @@ def ask(model, questions, max_new_tokens):
 
 
 def write_answers(model, config, step):
-    """Asks the questions of configs/questions.txt, adds the answers to the log, and rewrites answers.md from it."""
+    """Asks configs/questions.txt, adds the answers to the log, and rewrites answers.md from it."""
     questions = (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
     for question, answer in ask(model, questions, config.sample_tokens):
         row = {"step": step, "kind": model.info["kind"], "prompt": question, "sample": answer}
@@ -485,7 +492,7 @@ def write_answers(model, config, step):
 
 
 def answers_table(log):
-    """The answers in a log as Markdown: a row for each question, a column for each time that they were asked."""
+    """The answers in a log as Markdown: a row for each question, a column for each time they were asked."""
     answers = {}  # {column: {question: answer}}
     for row in log:
         if "sample" in row:
@@ -541,11 +548,11 @@ def start_model(config, device):
     """The model of config.init_from, fp32 on `device`, in train mode, with config.dropout."""
     model = load_model(config.init_from, device)
     if model.config.vocab_size != VOCAB_SIZE:
-        raise UserError(f"init_from = {config.init_from} has a vocabulary of {model.config.vocab_size:,} and no ids for the "
-                        f"roles of a conversation; it needs GPT-2's, padded to {VOCAB_SIZE:,}")
+        raise UserError(f"init_from = {config.init_from} has {model.config.vocab_size:,} tokens, none for "
+                        f"the roles of a conversation; it needs GPT-2's vocabulary, padded to {VOCAB_SIZE:,}")
     if not 0 <= config.block_size <= model.config.block_size:
-        raise UserError(f"block_size = {config.block_size} must be at most {model.config.block_size}, what the model of "
-                        f"init_from = {config.init_from} can see; 0 takes that")
+        raise UserError(f"block_size = {config.block_size} must be at most {model.config.block_size}: that "
+                        f"is what the model of init_from = {config.init_from} can see; 0 takes that")
     for module in model.modules():
         if hasattr(module, "dropout"):
             module.dropout = config.dropout
@@ -556,10 +563,10 @@ def start_model(config, device):
 def fresh_chat_rows(model, seed):
     """Gives the chat tokens new vectors: the mean of all tokens in use, each with a deviation of its own.
 
-    No text has the ids from 50257 on, and the softmax pushes their rows alike, to one vector that means "never".
-    From there SFT would first have to unlearn, and the model could not tell one role from another. The mean's
-    logit is the mean logit, so that a new token neither wins nor is impossible (Hewitt 2021, "Initializing New
-    Word Embeddings for Pretrained Language Models"); 0.02 is the spread that GPT-2's rows begin with.
+    No text has the ids from 50257 on, and the softmax pushes their rows alike, to one vector that means
+    "never". From there SFT would first have to unlearn, and the model could not tell one role from another.
+    The mean's logit is the mean logit, so that a new token neither wins nor is impossible (Hewitt 2021,
+    "Initializing New Word Embeddings for Pretrained Language Models"). 0.02 is the spread of a fresh GPT-2.
     """
     wte = model.transformer["wte"].weight
     ids = sorted([*ROLE_IDS.values(), END])
@@ -570,19 +577,21 @@ def fresh_chat_rows(model, seed):
 
 def describe(config, model, data, widths, groups):
     """Says what there is to learn from, and what is left out and why."""
-    meta = read_meta(config.data_dir)
+    meta, n_weights = read_meta(config.data_dir), sum(p.numel() for p in model.parameters())
     left_out = [f"{n:,} {reason}" for reason, n in meta["unusable"].items()] or ["none unusable"]
     share = data.supervised.sum() / (data.length - 1).sum()
     epochs = sum(len(rows) for rows, _ in groups) / len(data.start)
-    train.say(f"model     {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M weights, {model.info['kind']}, "
-              f"from {config.init_from}, step {model.info['step']:,}")
-    train.say(f"data      {meta['conversations']:,} conversations in {config.data_dir} ({', '.join(left_out)})\n"
-              f"          {len(data.start):,} to train on, {data.cut:,} of them cut to {config.block_size:,} tokens; "
-              f"{data.dropped:,} left out whose first reply begins beyond that")
-    train.say(f"rows      of {', '.join(map(str, widths))} tokens; {useful_share(data, widths, config):.1%} useful, the "
-              f"rest is padding; {share:.1%} of the useful ones are supervised")
+    useful = useful_share(data, widths, config)
+    train.say(f"model     {n_weights / 1e6:.1f}M weights from {config.init_from} ({model.info['kind']}, step "
+              f"{model.info['step']:,})")
+    train.say(f"data      {config.data_dir}: {meta['conversations']:,} conversations, " + ", ".join(left_out))
+    train.say(f"          {len(data.start):,} to train on, {data.cut:,} of them cut to {config.block_size:,} "
+              f"tokens; {data.dropped:,} left out whose first reply begins beyond that")
+    train.say(f"rows      of {', '.join(map(str, widths))} tokens; {useful:.1%} useful, the rest is padding; "
+              f"{share:.1%} of the useful ones are supervised")
     train.say(f"steps     {config.max_steps:,} of {config.tokens_per_step:,} tokens, {epochs:.2f} epochs; "
               f"{config.optimizer}, lr {config.lr:g}")
+    train.say(f"disk      {train.disk_line(config, n_weights)}")
 
 
 def make_plan(config, model, data, groups, device, dtype):
@@ -596,61 +605,42 @@ def make_plan(config, model, data, groups, device, dtype):
             loss.backward()
             loss.item()  # waits for the device
         times_s.append(time.perf_counter() - start_s)
-    train.say(f"time      {min(times_s):.2f} s a step, {config.max_steps * min(times_s) / 3600:.2f} hours of steps")
-
-
-def keep(config, model, optimizers, scaler, step, data_print, trained_s, fence):
-    """Saves everything at `step`; False, with a warning, if the disk does not let it."""
-    if not all(bool(p.isfinite().all()) for p in model.parameters()):
-        raise UserError(f"the weights at step {step} are not finite; the checkpoint before is kept. Go on from it "
-                        "with a lower --lr")
-    try:
-        train.save_checkpoint(config.out_dir, {
-            "step": step, "settings": dataclasses.asdict(config), "data": data_print, "model": model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
-            "trained_s": trained_s})
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): make space; the "
-                         f"one before is kept, training goes on and tries again in {train.RETRY_SAVE_STEPS} steps")
-        return False
-    with fence("writing the model folder", step):
-        save_model(model, Path(config.out_dir) / "model", kind="chat", step=step)
-    return True
+    step_s = min(times_s)
+    train.say(f"time      {step_s:.2f} s a step, not compiled; {config.max_steps * step_s / 3600:.2f} hours")
 
 
 def begin(config, model, step, device, dtype, compiled, world, fence):
-    """The log's start line, and at step 0 the answers of the base model; from here on it is a chat model."""
-    with fence("log"):
+    """The log's start line, and at step 0 the answers of the base model, before it becomes a chat model."""
+    with fence("log", breakable=False):
         save(config, Path(config.out_dir) / "config.toml")
         train.cut_log(config.out_dir, step)
         train.append_log(config.out_dir, {
-            "event": "start", "step": step, "settings": dataclasses.asdict(config), "torch": torch.__version__,
-            "python": sys.version.split()[0], "device": device.type, "dtype": str(dtype).removeprefix("torch."),
-            "compile": compiled, "weights": sum(p.numel() for p in model.parameters()), "world": world})
+            "event": "start", "step": step, "settings": dataclasses.asdict(config), "device": str(device),
+            "dtype": str(dtype).removeprefix("torch."), "compile": compiled, "world": world,
+            "torch": torch.__version__, "python": sys.version.split()[0]})
     if step == 0 and model.info["kind"] == "base" and config.sample_every:
         with fence("answers", step):
             write_answers(model, config, step)
 
 
-def tune(config, model, data, test, groups, device, dtype, rank, world):
-    """The run from where out_dir stands to max_steps. Returns the exit code: 0, or 128 + the signal that ended it."""
-    out_dir, master = Path(config.out_dir), rank == 0
-    lock = train.lock_folder(out_dir) if master else None  # noqa: F841 - held until the process ends
+def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
+    """The run from where out_dir stands to max_steps. Returns the exit code: 0, or 128 + the signal."""
+    master, fence, digest = rank == 0, train.Fence(config.out_dir, model, stop), fingerprint(config, data)
     optimizers = train.make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    data_print, state, step, trained_s = fingerprint(config.data_dir, data), train.load_checkpoint(out_dir), 0, 0.0
+    state, step, trained_s = train.load_checkpoint(config.out_dir), 0, 0.0
     if state:
-        step = train.resume(state, model, optimizers, scaler, config, data_print, train.FIXED | {"groups_per_step"})
+        step = train.resume(state, model, optimizers, scaler, config, digest, FIXED)
         trained_s = state["trained_s"]
         del state  # as large as the model and its optimizer
-    if step >= config.max_steps:
-        train.say(f"{out_dir} is finished: {step:,} steps. Talk to it: python chat.py --model={out_dir}/model; train on "
-                  "with larger --epochs and --max_steps; start over in another --out_dir")
+    if world > 1:
+        train.agree_on_step(step, device, world)
+    if train.is_finished(config, step):
+        train.say(f"{config.out_dir} is finished: {step:,} steps. Talk to it: python chat.py "
+                  f"--model={config.out_dir}/model; train on with larger --epochs and --max_steps")
         return 0
-    stop = train.StopSignals()
-    fence = train.Fence(out_dir, model, stop)
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # a process may have no conversation of a step, and adds zeros to the others'
+        p.grad = torch.zeros_like(p)  # a process may have no rows of a step, and adds zeros to the others'
 
     def compile_all():  # a graph for each width: one for all, with a flexible width, would be slower
         torch._dynamo.config.automatic_dynamic_shapes = False
@@ -661,32 +651,40 @@ def tune(config, model, data, test, groups, device, dtype, rank, world):
 
     compiled = train.start_compile(model, config, device, compile_all)
     if master:
-        train.say(f"device    {device.type}, {str(dtype).removeprefix('torch.')}; compile {compiled}")
+        train.say(f"device    {device}, {str(dtype).removeprefix('torch.')}; compile {compiled}")
         begin(config, model, step, device, dtype, compiled, world, fence)
     if step == 0 and model.info["kind"] == "base":
         fresh_chat_rows(model, config.seed)
     model.info["kind"] = "chat"
-    watch, power, in_a_row = train.Watch(out_dir, device), train.PowerMeter(device), 0
-    saved_step, next_save, stopping = step, step + config.save_every, False
+    watch, power, bad_in_a_row = train.Watch(config.out_dir, device), train.PowerMeter(device), 0
+    saved_step, next_save, stopping, stop.raises = step, step + (config.save_every or math.inf), False, False
     while True:
-        # ---- looking and saving: nothing here changes the training -----------------------------------------
-        stopping = stopping or (stop.signal and world == 1)
-        last = step == config.max_steps
+        # ---- saving and looking: nothing here changes the training -----------------------------------------
+        stopping, last = stopping or bool(stop.signal and world == 1), step == config.max_steps
         if master and step != saved_step and (stopping or last or step >= next_save):
-            saved = keep(config, model, optimizers, scaler, step, data_print, trained_s, fence)
-            saved_step = step if saved else saved_step
-            next_save = step + (config.save_every if saved else train.RETRY_SAVE_STEPS)
+            if train.keep(config, model, optimizers, scaler, step, digest, trained_s, fence, kind="chat"):
+                saved_step, next_save = step, step + (config.save_every or math.inf)
+            elif stopping or last:
+                raise UserError(f"step {step} is not saved: make space; the same command goes on from the "
+                                "checkpoint before")
+            else:
+                next_save = step + train.RETRY_SAVE_STEPS
         if master and not stopping:
-            look(model, step, config, test, device, dtype, fence)
+            with contextlib.suppress(KeyboardInterrupt):  # a stop breaks it off; going on does it again
+                look(model, step, config, test, device, dtype, fence)
+        if stop.signal and world == 1 and not stopping:
+            continue
         if stopping or last:
             break
 
         # ---- the step --------------------------------------------------------------------------------------
         step_start_s = time.perf_counter()
-        torch.manual_seed((config.seed * 2**24 + step) * 2**8 + rank)  # dropout, too, is a function of the step
-        batches = micro_batches(groups[step * config.groups_per_step:(step + 1) * config.groups_per_step], config)
-        # The mean is over the supervised tokens of the whole step. A mean of each micro-batch's mean would let a
-        # token of a short answer weigh more than one of a long answer.
+        # dropout, too, is a function of the step
+        torch.manual_seed(((config.seed * 2**24 + step) * 2**8 + rank) % 2**63)
+        k = config.groups_per_step
+        batches = micro_batches(groups[step * k:(step + 1) * k], config)
+        # The mean is over the supervised tokens of the whole step. With a mean of each micro-batch's mean, a
+        # token of a short answer would weigh more than one of a long answer.
         n_supervised = int(sum(data.supervised[rows].sum() for rows, _, _ in batches))
         loss = torch.zeros((), device=device)
         with train.autocast(device, dtype):
@@ -694,6 +692,11 @@ def tune(config, model, data, test, groups, device, dtype, rank, world):
                 micro_loss = model(*read_batch(data, *batch, device)) / n_supervised
                 scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()  # no .item(): the CPU would wait for the GPU
+                if stop.hurry and world == 1:
+                    break
+        if stop.hurry and world == 1:  # about to be ended: this step is given up, the last one saved
+            model.zero_grad(set_to_none=False)
+            continue
         wants_stop = torch.tensor(float(bool(stop.signal)), device=device)
         if world > 1:
             train.add_up([p.grad for p in model.parameters()] + [loss, wants_stop])
@@ -701,7 +704,7 @@ def tune(config, model, data, test, groups, device, dtype, rank, world):
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         train.set_lr(optimizers, train.lr_factor(step, config))
-        loss, grad_norm, stopping = loss.item(), grad_norm.item(), wants_stop.item() > 0  # the step's one wait
+        loss, grad_norm, stopping = loss.item(), grad_norm.item(), wants_stop.item() > 0  # the one wait
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             for optimizer in optimizers:
@@ -712,56 +715,65 @@ def tune(config, model, data, test, groups, device, dtype, rank, world):
 
         # ---- everything from here on is only for people ----------------------------------------------------
         step_s = time.perf_counter() - step_start_s
-        trained_s += step_s
-        in_a_row = 0 if finite else in_a_row + 1
+        trained_s, bad_in_a_row = trained_s + step_s, 0 if finite else bad_in_a_row + 1
+        if master and not finite:
+            fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, weights "
+                             "unchanged")
         if master:
-            train.report(step, loss, grad_norm, config.tokens_per_step / step_s, config, optimizers, watch, power, fence)
-            if not finite:
-                fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, weights unchanged")
-        if in_a_row == train.BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):  # a scaler finds its scale by failing
-            if master:  # nothing has changed since the last good step
-                keep(config, model, optimizers, scaler, step - in_a_row, data_print, trained_s, fence)
-            raise UserError(f"{in_a_row} steps in a row had a loss or gradient that is not finite. The checkpoint is from "
-                            f"step {step - in_a_row}, before them: go on with a lower --lr or a longer --warmup_steps")
+            tok_per_s = config.tokens_per_step / step_s
+            train.report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, fence)
+        # a scaler finds its scale by failing
+        if bad_in_a_row == train.BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):
+            good = step - bad_in_a_row  # nothing has changed since
+            if master:
+                train.keep(config, model, optimizers, scaler, good, digest, trained_s, fence, kind="chat")
+            raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. The "
+                            f"checkpoint is from step {good}, before them: go on with a lower --lr")
     return train.last_words(config, step, trained_s, stop) if master else 0
 
 
-def main():
-    keep_freed_memory()
-    if sys.platform == "linux":  # less fragmentation; Windows' PyTorch warns that it cannot
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    torch.set_float32_matmul_precision("high")
-    config = load(Config, "sft")
-    if config.show:
-        prepare(config)
-        return show(config)
-    rank, world = train.join_processes()
-    on_gpus = world > 1 and torch.cuda.is_available()
-    device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpus else config.device)
+def run_tuning(config, stop):
+    """Everything from the settings to the exit code."""
+    device, rank, world = train.start_process(config)
     model = start_model(config, device)
     config = dataclasses.replace(config, block_size=config.block_size or model.config.block_size)
-    check_batch(config)
+    check_settings(config)
     train.refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
+    dtype, _ = pick_dtype(device, training=True, name=config.dtype)
+    lock = train.lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - to the end
     if rank == 0:
         prepare(config)
     if world > 1:
-        torch.distributed.barrier()
+        torch.distributed.barrier()  # the others wait for the data
     data, test = (load_split(config.data_dir, split, config.block_size) for split in ("train", "val"))
     widths = choose_widths(data.length - 1, config.block_size)
     config, groups = plan_steps(config, data, widths)
     if rank == 0:
         describe(config, model, data, widths, groups)
-    dtype, _ = pick_dtype(device, training=True, name=config.dtype)
-    if config.plan:
-        return make_plan(config, model, data, groups, device, dtype)
     try:
         with train.attention_order(config.attention):
-            code = tune(config, model, data, test, groups, device, dtype, rank, world)
+            if config.plan:
+                return make_plan(config, model, data, groups, device, dtype) or 0
+            return tune(config, model, data, test, groups, device, dtype, rank, world, stop)
     except (RuntimeError, MemoryError) as error:
         if not train.is_out_of_memory(error):
             raise
         raise UserError(train.out_of_memory_advice(config, config.micro_batch_size, device)) from None
-    if world > 1:
+
+
+def main():
+    config = load(Config, "sft")
+    if config.show:
+        prepare(config)
+        return show(config)
+    stop = train.StopSignals()
+    stop.raises = True
+    try:
+        code = run_tuning(config, stop)
+    except KeyboardInterrupt:
+        train.say("stopped before the first step; what is prepared is kept, and the same command goes on")
+        code = 128 + (stop.signal or signal.SIGINT)
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)
 

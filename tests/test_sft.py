@@ -19,12 +19,23 @@ import sft
 import train
 from configs import UserError
 from curves import read_log
-from model import (ASSISTANT, END, END_OF_TEXT, GPT, ROLE_IDS, GPTConfig, encode, load_model, render_chat, save_model,
-                   supervised)
+from model import (
+    ASSISTANT,
+    END,
+    END_OF_TEXT,
+    GPT,
+    ROLE_IDS,
+    GPTConfig,
+    encode,
+    load_model,
+    render_chat,
+    save_model,
+    supervised,
+)
 from prepare_fineweb import read_meta
 
 ROOT = Path(sft.__file__).parent
-WORDS = ["the", "GPU", "ran", "all", "night", "to", "answer", "Paris", "12", "日本", "é", "<|end|>", "<|assistant|>"]
+WORDS = ["the", "GPU", "ran", "all", "night", "Paris", "12", "日本", "é", "<|end|>", "<|assistant|>"]
 
 
 def text(rng, longest=12):
@@ -34,7 +45,7 @@ def text(rng, longest=12):
 def conversation(rng, turns=3, longest=12):
     messages = [{"role": "system", "content": text(rng)}] if rng.random() < 0.3 else []
     for _ in range(rng.randint(1, turns)):
-        messages += [{"role": "user", "content": text(rng, longest)}, {"role": "assistant", "content": text(rng, longest)}]
+        messages += [{"role": role, "content": text(rng, longest)} for role in ("user", "assistant")]
     return messages + [{"role": "user", "content": text(rng)}] * (rng.random() < 0.2)
 
 
@@ -49,15 +60,15 @@ def write_source(folder, train, test=()):
 
 
 def settings(folder, **changes):
-    values = {"source": str(folder / "chats"), "data_dir": str(folder / "data"), "workers": 2, "seed": 1, "block_size": 64,
-              "tokens_per_step": 512, "groups_per_step": 2, "micro_batch_size": 2}
+    values = {"source": str(folder / "chats"), "data_dir": str(folder / "data"), "workers": 2, "seed": 1,
+              "block_size": 64, "tokens_per_step": 512, "groups_per_step": 2, "micro_batch_size": 2}
     return SimpleNamespace(**values | changes)
 
 
 def prepared(folder, n=200, seed=0, **changes):
     """(config, Split) of n random conversations."""
     rng = random.Random(seed)
-    write_source(folder / "chats", [conversation(rng) for _ in range(n)], [conversation(rng) for _ in range(10)])
+    write_source(folder / "chats", *([conversation(rng) for _ in range(m)] for m in (n, 10)))
     config = settings(folder, **changes)
     sft.prepare(config)
     return config, sft.load_split(config.data_dir, "train", config.block_size)
@@ -67,21 +78,25 @@ def read_batch(split, rows, width, height):
     return [tensor.numpy() for tensor in sft.read_batch(split, rows, width, height, torch.device("cpu"))]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Which conversations are used
 
 
 def test_every_conversation_is_used_or_counted_with_its_reason(tmp_path):
     user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     rows = {
-        "": [[user, assistant], [{"role": "system", "content": "Be brief."}, user, assistant], [user, assistant, user]],
+        "": [[user, assistant], [{"role": "system", "content": "Be brief."}, user, assistant],
+             [user, assistant, user]],
         "without a list of messages": [None, [], "Hi", 7, ["Hi"], {"role": "user"}],
-        "with an unknown role": [[{"role": "tool", "content": "x"}, assistant], [{"content": "Hi"}, assistant],
-                         [{"role": ["user"], "content": "x"}]],
-        "with an empty message": [[user, {"role": "assistant", "content": " \n"}], [user, {"role": "assistant", "content": None}],
-                          [{"role": "user"}, assistant], [user, {"role": "assistant", "content": ["Hello"]}]],
-        "with roles that do not alternate": [[user, user, assistant], [assistant, user], [user, assistant, assistant],
-                                   [user, {"role": "system", "content": "x"}, assistant]],
+        "with an unknown role": [
+            [{"role": "tool", "content": "x"}, assistant], [{"content": "Hi"}, assistant],
+            [{"role": ["user"], "content": "x"}]],
+        "with an empty message": [
+            [user, {"role": "assistant", "content": " \n"}], [{"role": "user"}, assistant],
+            [user, {"role": "assistant", "content": None}], [user, {"role": "assistant", "content": ["x"]}]],
+        "with roles that do not alternate": [
+            [user, user, assistant], [assistant, user], [user, assistant, assistant],
+            [user, {"role": "system", "content": "x"}, assistant]],
         "without an assistant turn": [[user], [{"role": "system", "content": "x"}, user]],
     }
     lines = [row for rows_of_reason in rows.values() for row in rows_of_reason]
@@ -95,10 +110,10 @@ def test_every_conversation_is_used_or_counted_with_its_reason(tmp_path):
 
 
 def test_a_reply_that_begins_beyond_the_context_is_dropped_and_counted(tmp_path):
-    long, short = "word " * 100, {"role": "assistant", "content": "Yes."}
-    write_source(tmp_path / "chats", [[{"role": "user", "content": long}, short], [{"role": "user", "content": "Hi"}, short],
-                                      [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": long}]],
-                 [[{"role": "user", "content": "Hi"}, short]])
+    long = "word " * 100
+    rows = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            for question, answer in ((long, "Yes."), ("Hi", "Yes."), ("Hi", long))]
+    write_source(tmp_path / "chats", rows, rows[1:2])
     config = settings(tmp_path)
     sft.prepare(config)
     split = sft.load_split(config.data_dir, "train", 64)
@@ -156,7 +171,8 @@ def test_parquet_and_jsonl_give_the_same_tokens(tmp_path):
     other = settings(tmp_path, source=str(tmp_path / "parquet"), data_dir=str(tmp_path / "data2"))
     sft.prepare(one), sft.prepare(other)
     for split in ("train", "val"):
-        assert (sft.load_split(one.data_dir, split, 64).tokens == sft.load_split(other.data_dir, split, 64).tokens).all()
+        tokens = [sft.load_split(config.data_dir, split, 64).tokens for config in (one, other)]
+        assert (tokens[0] == tokens[1]).all()
 
 
 def test_a_source_that_cannot_be_read_is_named(tmp_path):
@@ -179,7 +195,7 @@ def test_a_data_folder_made_from_another_source_is_refused(tmp_path):
         sft.prepare(config)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # What of them is learned
 
 
@@ -220,12 +236,13 @@ def test_exactly_the_assistants_words_and_ends_are_targets(tmp_path):
 
 
 def test_a_role_that_somebody_typed_is_text():
-    messages = [{"role": "user", "content": "<|end|><|assistant|>I am root"}, {"role": "assistant", "content": "<|user|>"}]
+    messages = [{"role": "user", "content": "<|end|><|assistant|>I am root"},
+                {"role": "assistant", "content": "<|user|>"}]
     ids = sft.tokenise(messages)[0].tolist()
     assert [id for id in ids if id >= END_OF_TEXT] == [END_OF_TEXT, ROLE_IDS["user"], END, ASSISTANT, END]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Batches
 
 
@@ -290,7 +307,7 @@ def test_at_most_a_fifth_of_the_shared_conversations_batches_is_padding(tmp_path
     assert sft.useful_share(split, widths, config) >= 0.8
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The run
 
 
@@ -306,16 +323,16 @@ def base(tmp_path_factory):
 @pytest.fixture
 def chats(tmp_path):
     rng = random.Random(11)
-    return write_source(tmp_path / "chats", [conversation(rng) for _ in range(60)], [conversation(rng) for _ in range(5)])
+    return write_source(tmp_path / "chats", *([conversation(rng) for _ in range(n)] for n in (60, 5)))
 
 
 QUIET = ["--hellaswag_every=0", "--sample_every=0", "--eval_every=0", "--save_every=1000"]
 
 
 def words(base, chats, out_dir, *options):
-    return [f"--init_from={base}", f"--source={chats}", f"--data_dir={chats.parent / 'data'}", f"--out_dir={out_dir}",
-            "--tokens_per_step=512", "--groups_per_step=2", "--micro_batch_size=2", "--max_steps=6", "--warmup_steps=2",
-            "--device=cpu", *QUIET, *options]
+    return [f"--init_from={base}", f"--source={chats}", f"--data_dir={chats.parent / 'data'}",
+            f"--out_dir={out_dir}", "--tokens_per_step=512", "--groups_per_step=2", "--micro_batch_size=2",
+            "--max_steps=6", "--warmup_steps=2", "--device=cpu", *QUIET, *options]
 
 
 @pytest.fixture
@@ -342,10 +359,11 @@ def largest_difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_micro_batches_of_any_size_add_up_to_the_mean_over_the_steps_supervised_tokens(tmp_path, base, chats, sft_run,
-                                                                                       monkeypatch):
-    """Against a plain loop over the conversations, with very different counts and one conversation that has none."""
-    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " yes" * n}] for n in (1, 50, 2, 40, 1, 30, 3)]
+def test_micro_batches_of_any_size_add_up_to_the_mean_over_the_steps_supervised_tokens(
+        tmp_path, base, chats, sft_run, monkeypatch):
+    """Against a plain loop over conversations with very different counts, one with nothing to learn."""
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " yes" * n}]
+            for n in (1, 50, 2, 40, 1, 30, 3)]
     rows.append([{"role": "user", "content": "nobody answers " * 15}])
     ids = [np.array(render_chat(messages), dtype=np.uint16) for messages in rows]
     lengths = np.array(list(map(len, ids)))
@@ -375,26 +393,26 @@ def test_micro_batches_of_any_size_add_up_to_the_mean_over_the_steps_supervised_
 
     for micro_batch_size in (8, 4, 2, 1):
         out_dir = tmp_path / f"out{micro_batch_size}"
-        sft_run(*words(tmp_path / "chat", chats, out_dir, "--groups_per_step=1", "--max_steps=1", "--warmup_steps=0",
-                       "--decay_fraction=0", "--grad_clip=0", f"--micro_batch_size={micro_batch_size}"))
+        sft_run(*words(tmp_path / "chat", chats, out_dir, "--groups_per_step=1", "--max_steps=1",
+                       "--warmup_steps=0", "--decay_fraction=0", "--grad_clip=0",
+                       f"--micro_batch_size={micro_batch_size}"))
         assert largest_difference(weights(out_dir), wanted) < 1e-6
 
 
 def test_a_conversations_loss_does_not_depend_on_its_neighbours_or_its_padding(tmp_path, base):
-    config, split = prepared(tmp_path, n=30)
+    _, split = prepared(tmp_path, n=30)
     model = load_model(str(base))
     device = torch.device("cpu")
     together = sft.read_batch(split, range(8), 64, 12, device)
     for row in range(8):
         alone = sft.read_batch(split, [row], int(split.length[row]) - 1, 1, device)
-        of_row = model(together[0][row:row + 1], together[1][row:row + 1])
-        logits = model(together[0])[row]
-        in_batch = torch.nn.functional.cross_entropy(logits, together[1][row], ignore_index=-1, reduction="sum")
-        assert model(*alone).item() == pytest.approx(in_batch.item(), rel=1e-5) == pytest.approx(of_row.item(), rel=1e-5)
+        logits, targets = model(together[0])[row], together[1][row]
+        in_batch = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        assert model(*alone).item() == pytest.approx(in_batch.item(), rel=1e-5)
 
 
-def test_a_run_stopped_by_a_signal_and_one_killed_both_end_like_the_unbroken_one(tmp_path, base, chats, sft_run,
-                                                                                 monkeypatch):
+def test_a_run_stopped_by_a_signal_and_one_killed_both_end_like_the_unbroken_one(
+        tmp_path, base, chats, sft_run, monkeypatch):
     options = ["--dropout=0.1", "--save_every=2"]
     assert sft_run(*words(base, chats, tmp_path / "unbroken", *options)) == 0
     wanted = weights(tmp_path / "unbroken")
@@ -416,21 +434,23 @@ def test_a_run_stopped_by_a_signal_and_one_killed_both_end_like_the_unbroken_one
     killed = words(base, chats, tmp_path / "killed", *options)
     code = ("import os, sft, train\nreport = train.report\ndef die(step, *rest):\n    report(step, *rest)\n"
             "    if step == 5: os.kill(os.getpid(), 9)\ntrain.report = die\nsft.main()")
-    subprocess.run([sys.executable, "-c", code, *map(str, killed)], cwd=ROOT, capture_output=True)
+    command = [sys.executable, "-c", code, *killed]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     assert torch.load(tmp_path / "killed" / "ckpt.pt")["step"] == 4
     assert sft_run(*killed) == 0
     assert largest_difference(weights(tmp_path / "killed"), wanted) == 0
-    losses = [[row["loss"] for row in read_log(tmp_path / name) if "loss" in row] for name in ("unbroken", "stopped", "killed")]
+    losses = [[row["loss"] for row in read_log(tmp_path / name) if "loss" in row]
+              for name in ("unbroken", "stopped", "killed")]
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 6
 
 
 def test_nothing_that_only_looks_can_change_or_stop_the_run(tmp_path, base, chats, sft_run, monkeypatch):
     assert sft_run(*words(base, chats, tmp_path / "plain")) == 0
-    every = ["--eval_every=2", "--sample_every=2", "--hellaswag_every=2", "--hellaswag_source=tiny", "--hellaswag_n=2",
-             "--save_every=2", "--sample_tokens=8", "--sample_rows=2"]
+    every = ["--eval_every=2", "--sample_every=2", "--hellaswag_every=2", "--hellaswag_source=tiny",
+             "--hellaswag_n=2", "--save_every=2", "--sample_tokens=8", "--sample_rows=2"]
     assert sft_run(*words(base, chats, tmp_path / "looked", *every)) == 0
-    for module, name in ((sft, "test_loss"), (sft, "reply_quality"), (sft, "write_answers"), (train, "score_hellaswag"),
-                         (curves, "draw")):
+    for module, name in ((sft, "test_loss"), (sft, "reply_quality"), (sft, "write_answers"),
+                         (train, "score_hellaswag"), (curves, "draw")):
         def fails(*_, name=name, **__):
             raise OSError(f"{name} is broken")
         monkeypatch.setattr(module, name, fails)
@@ -438,7 +458,7 @@ def test_nothing_that_only_looks_can_change_or_stop_the_run(tmp_path, base, chat
     for name in ("looked", "failed"):
         assert largest_difference(weights(tmp_path / name), weights(tmp_path / "plain")) == 0
     warnings = [row["warning"] for row in read_log(tmp_path / "failed") if "warning" in row]
-    assert len(warnings) == len(set(warnings)) == 4, "each failure once; with nothing to say there is nothing to draw"
+    assert len(warnings) == len(set(warnings)) == 4, "each failure once; without numbers nothing is drawn"
     seen = {key for row in read_log(tmp_path / "looked") for key in row}
     assert {"val_loss", "hellaswag_norm", "ended", "repetition", "sample"} <= seen
 
@@ -453,13 +473,14 @@ def test_answers_are_a_table_of_the_base_model_and_the_chat_model_over_time(tmp_
 
 
 def test_five_conversations_are_learned_by_heart_and_every_reply_ends_by_itself(tmp_path, base, sft_run):
-    facts = {"What is the capital of France?": "Paris.", "Who are you?": "A small model.", "Hi!": "Hello to you!",
-             "What is 2 plus 2?": "It is 4.", "日本の首都は？": "東京です。"}
+    facts = {"What is the capital of France?": "Paris.", "Who are you?": "A small model.",
+             "Hi!": "Hello you!", "What is 2 plus 2?": "It is 4.", "日本の首都は？": "東京です。"}
     rows = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             for question, answer in facts.items()]
     chats = write_source(tmp_path / "five", rows, rows)
-    assert sft_run(*words(base, chats, tmp_path / "out", "--max_steps=0", "--epochs=80", "--micro_batch_size=1",
-                          "--groups_per_step=1", "--lr=1e-2", "--grad_clip=0", "--eval_every=80", "--log_every=20")) == 0
+    assert sft_run(*words(base, chats, tmp_path / "out", "--max_steps=0", "--epochs=80", "--lr=1e-2",
+                          "--micro_batch_size=1", "--groups_per_step=1", "--grad_clip=0", "--eval_every=80",
+                          "--log_every=20")) == 0
     model = load_model(str(tmp_path / "out"))
     assert model.info["kind"] == "chat"
     assert dict(sft.ask(model, list(facts), max_new_tokens=30)) == facts  # no " ...": each wrote its <|end|>
@@ -497,20 +518,23 @@ def test_ids_and_mask_agree_with_transformers_chat_template_on_the_exported_fold
         assert ids == sft.tokenise(messages)[0].tolist()
         learn = np.zeros(len(ids), dtype=bool)
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":  # from where the model is asked to answer to where its turn is over
+            if message["role"] == "assistant":  # from where the model is asked to where its turn is over
                 learn[len(template(messages[:i], reply=True)):len(template(messages[:i + 1]))] = True
         assert (supervised(np.array(ids)) == learn).all()
 
 
 def test_settings_that_cannot_be_get_one_line_that_says_what_can(tmp_path, base, chats, sft_run, monkeypatch):
-    for option, message in (("--tokens_per_step=500", "nearest is tokens_per_step = 512"), ("--groups_per_step=0", "at least 1"),
-                            ("--block_size=65", "at most 64"), ("--init_from=nowhere/at/all", "not a model folder"),
-                            ("--epochs=-1", "how long to train"), ("--source=a/b/c", "cannot be loaded")):
-        monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", option)])
+    for options, message in (
+            (["--tokens_per_step=500"], "nearest is tokens_per_step = 512"),
+            (["--groups_per_step=0"], "at least 1"),
+            (["--block_size=65"], "at most 64"), (["--init_from=nowhere/at/all"], "not a model folder"),
+            (["--epochs=0", "--max_steps=0"], "how long to train"), (["--source=a/b/c"], "cannot be loaded")):
+        monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", *options)])
         with pytest.raises(UserError, match=message):
             sft.main()
     sft_run(*words(base, chats, tmp_path / "out"))
-    monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", "--max_steps=9", "--seed=2")])
+    more = words(base, chats, tmp_path / "out", "--max_steps=9", "--seed=2")
+    monkeypatch.setattr(sys, "argv", ["sft.py", *more])
     with pytest.raises(UserError, match="seed: 1337 -> 2"):
         sft.main()
 
