@@ -3,7 +3,7 @@
 Reads   a hub dataset of parquet files, downloaded while the ones before are tokenised; or with --source a
         file or folder of .parquet (column `text`), .jsonl (key `text`) and .txt.
 Writes  out_dir: <name>_val_000000.bin, <name>_train_000001.bin, ... of 100M tokens each, and meta.json; what
-        it downloads goes to out_dir/parquet. Stop it when you like: the same command goes on, to the same bytes.
+        it downloads goes to out_dir/parquet. Stop it when you like: the same command goes on where it was.
 
     python prepare_fineweb.py                                 28.5 GB to download, then 20 GB of shards
     python prepare_fineweb.py --max_tokens=1e9                a tenth of it
@@ -154,8 +154,15 @@ def sha256_of(path):
 
 def read_parquet(path, skip):
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    with open_parquet(path) as file:
+    # without these two settings a whole row group is read at once, and that may be the whole file
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        kinds = {field.name: str(field.type) for field in file.schema_arrow}
+        if "text" not in kinds:  # pyarrow would give rows without columns, and no error
+            raise UserError(f"{path} has no column `text`, only {', '.join(kinds)}")
+        if not re.fullmatch(r"(large_)?string(_view)?|dictionary<values=string,.*", kinds["text"]):
+            raise UserError(f"the column `text` of {path} holds {kinds['text']}, not strings")
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         ends = np.cumsum([group.num_rows for group in groups], dtype=int).tolist()
         wanted = [i for i in range(len(groups)) if ends[i] > skip]
@@ -173,23 +180,6 @@ def read_parquet(path, skip):
                 row += 1
                 if row > skip:
                     yield text, row / n_rows
-
-
-@contextlib.contextmanager
-def open_parquet(path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    # without these two settings a whole row group is read at once, and that may be the whole file
-    with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-        columns = file.schema_arrow
-        if "text" not in columns.names:  # pyarrow would give rows without columns, and no error
-            raise UserError(f"{path} has no column `text`, only {', '.join(columns.names)}")
-        kind = columns.field("text").type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise UserError(f"the column `text` of {path} holds {kind}, not strings")
-        yield file
 
 
 def read_jsonl(path, skip):
@@ -246,32 +236,13 @@ TINY = Path("tiny.world")  # stands for a file in the source "tiny"
 
 def read_documents(path, skip):
     """What is in a file from document number `skip` on. Raises UserError if it is unreadable."""
-    with readable(path):
-        yield from (read_tiny if path == TINY else READERS[path.suffix.lower()])(path, skip)
-
-
-@contextlib.contextmanager
-def readable(path):
     import pyarrow as pa
 
     try:
-        yield
+        yield from (read_tiny if path == TINY else READERS[path.suffix.lower()])(path, skip)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} cannot be read ({reason}); replace it or take it away") from None
-
-
-def text_bytes(path):
-    """How many bytes of text are in a file."""
-    if path.suffix.lower() != ".parquet":
-        return sum(n_bytes(text) for text, _ in read_documents(path, 0))
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    with readable(path), open_parquet(path) as file:
-        batches = file.iter_batches(256, columns=["text"], use_threads=False)
-        sizes = (pc.binary_length(batch.column(0).cast(pa.large_string())) for batch in batches)
-        return sum(pc.sum(size).as_py() or 0 for size in sizes)
 
 
 def n_bytes(text):
@@ -350,8 +321,8 @@ def slices(text):
     """A long text in slices that have the same tokens as the whole.
 
     GPT-2's splitter always cuts before a space or newline that something visible follows, so we may, too.
-    Without this a million spaces exhaust its regular expression, and 50 MB on a line the memory. Where no such
-    place is in reach the cut is made all the same, which may change a token or two.
+    Without this a million spaces exhaust its regular expression, and 50 MB on a line the memory. If there is no
+    such place the cut is made all the same, which may change a token or two.
     """
     start = 0
     while len(text) - start > SLICE:
@@ -538,7 +509,7 @@ def damage(path, file, report=lambda *_: None):
 
 
 def child_main(connection, function, args, environment):
-    """What the child process runs: function(report, *args). Reports, and result or error, go into the pipe."""
+    """What the child process runs: function(report, *args); all it has to say goes into the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ.update(environment)
     try:
@@ -691,8 +662,8 @@ FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def explain(name, error):
-    hint = HINTS.get(error.status, "check the network, and HF_ENDPOINT if it is set. The same command goes on "
-                                   "where it stopped; HF_HUB_DISABLE_XET=1 helps against stalling")
+    hint = HINTS.get(error.status, "check the network, and HF_ENDPOINT if it is set; against stalling "
+                                   "HF_HUB_DISABLE_XET=1 helps. The same command goes on where it stopped")
     return f"{name} cannot be downloaded ({error}): {hint}"
 
 
@@ -711,7 +682,7 @@ class Local:
         now = [{"name": name, "size": 0 if path == TINY else path.stat().st_size, "sha256": None}
                for name, path in self.paths.items()]
         self.files = meta["files"] if meta else now
-        if {file["name"]: file["size"] for file in self.files} != {file["name"]: file["size"] for file in now}:
+        if [file | {"sha256": None} for file in self.files] != now:
             raise UserError(f"the files of {config.source} have changed since {config.out_dir} was begun: "
                             f"delete {config.out_dir}, or choose another --out_dir")
 
@@ -719,15 +690,15 @@ class Local:
         """The path of `file`, after its hash has been taken or compared."""
         path = self.paths[file["name"]]
         if path != TINY:
-            with readable(path):
-                digest = sha256_of(path)
+            digest = sha256_of(path)
             if digest != (file["sha256"] or digest):
                 raise UserError(f"{path} has changed since its shards were begun; delete them to start again")
             file["sha256"] = digest
         return path
 
     def val_bytes(self):
-        return LOCAL_VAL_SHARE * sum(map(text_bytes, self.paths.values()))
+        return LOCAL_VAL_SHARE * sum(n_bytes(text) for path in self.paths.values()
+                                     for text, _ in read_documents(path, 0))
 
     def release(self, number):
         """Nothing: these files are not ours to remove."""
@@ -815,7 +786,7 @@ def prepare(config):
     except OSError as error:
         place = error.filename or out_dir
         if error.errno in FULL_DISK:
-            raise UserError(f"no room left for {place} ({error.strerror}): make some, and the same command goes "
+            raise UserError(f"no room left for {place} ({error.strerror}): make some; the same command goes "
                             "on from the last whole shard") from None
         raise UserError(f"{place} cannot be written or read: {error.strerror or error}") from error
     finally:
@@ -826,7 +797,7 @@ def earlier(out_dir, config):
     """meta.json of an earlier run with the same settings, cut back to what is whole on disk; or None."""
     if not (out_dir / "meta.json").exists():
         if any(out_dir.glob("*.bin")):
-            raise UserError(f"{out_dir} holds shards of unknown origin (no meta.json): choose another --out_dir")
+            raise UserError(f"{out_dir} has shards of unknown origin (no meta.json); choose another out_dir")
         return None
     meta = read_meta(out_dir)
     wanted = {"source": config.source or config.dataset, "val_tokens": config.val_tokens}
@@ -870,8 +841,8 @@ def announce(source, meta, config, out_dir):
           + (f", revision {source.revision[:8]}" if source.revision else ""))
     print(f"to        {out_dir}: about {max(need, 0) / 1e9:.2f} GB to come, {free / 1e9:,.1f} GB free")
     if need > free:
-        raise UserError(f"{out_dir.resolve()} needs about {need / 1e9:.1f} GB and has {free / 1e9:.1f} free: choose "
-                        "--out_dir on another drive, a smaller --max_tokens, or --keep_parquet=false")
+        raise UserError(f"{out_dir.resolve()} needs about {need / 1e9:.1f} GB and has {free / 1e9:.1f} free: "
+                        "choose --out_dir on another drive, a smaller --max_tokens, or --keep_parquet=false")
 
 
 def fill_shards(out_dir, meta, source, config, progress):
@@ -944,17 +915,17 @@ def finish(out_dir, meta, config, progress):
     train, val = meta["tokens"]["train"], meta["tokens"]["val"]
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in meta["skipped"].items()) or "none"
     if not train:
-        raise UserError(f"nothing is left to train on: of {meta['documents']:,} documents (skipped: {skipped}) "
-                        f"validation took {val:,} tokens. Choose a smaller --val_tokens or a larger source")
+        raise UserError(f"nothing is left to train on: {meta['documents']:,} documents (skipped: {skipped}), "
+                        f"{val:,} tokens for validation; choose a smaller --val_tokens or a larger source")
     meta["complete"] = True
     save_meta(out_dir, meta)
     number = sum("_train_" in shard["name"] for shard in meta["shards"])
-    progress.say(f"complete  {out_dir}: {train:,} tokens to train on in {number:,} shards, {val:,} to validate on, "
+    progress.say(f"complete  {out_dir}: {train:,} tokens for training in {number:,} shards, {val:,} for val; "
                  f"{duration(time.monotonic() - progress.start_s)}")
-    progress.say(f"          {meta['documents']:,} documents; skipped: {skipped}; left out: {meta['left_out']:,} tokens "
-                 "of the document that validation cuts")
+    progress.say(f"          {meta['documents']:,} documents; skipped: {skipped}; left out: "
+                 f"{meta['left_out']:,} tokens of the document that validation cuts")
     if config.max_tokens and train > config.max_tokens:
-        progress.say(f"note      this is more than max_tokens = {config.max_tokens:,}; delete {out_dir} to have less")
+        progress.say(f"note      more than max_tokens = {config.max_tokens:,}; delete {out_dir} to have less")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -963,35 +934,27 @@ def finish(out_dir, meta, config, progress):
 
 def verify(config):
     """Reads every byte of every shard of out_dir. Raises UserError if one is bad."""
-    folder = Path(config.out_dir)
-    known = {}
-    if (folder / "meta.json").exists():
-        known = {shard["name"]: shard["sha256"] for shard in read_meta(folder)["shards"]}
-    names = sorted(set(known) | {path.name for path in folder.glob("*.bin")})
-    if not names:
-        raise UserError(f"there are no shards in {folder}")
-    bad = 0
-    for name in names:
-        problem = shard_problem(folder / name, known.get(name))
-        bad += bool(problem)
-        print(f"{'BAD ' if problem else 'good'}  {name}  {problem}".rstrip(), flush=True)
-    if bad:
-        raise UserError(f"{bad} of {len(names)} shards in {folder} are bad; delete them, and run the command "
-                        "that made them")
-
-
-def shard_problem(path, sha256):
     from model import VOCAB_SIZE
 
-    try:
-        tokens = read_shard(path)
-    except UserError as error:
-        return str(error)
-    for start in range(0, len(tokens), 1 << 24):
-        largest = tokens[start:start + (1 << 24)].max()
-        if largest >= VOCAB_SIZE:
-            return f"holds id {largest}, which the vocabulary does not have"
-    return "" if sha256 in (None, sha256_of(path)) else "its SHA-256 is not the one in meta.json"
+    folder = Path(config.out_dir)
+    known = read_meta(folder)["shards"] if (folder / "meta.json").exists() else []
+    known = {shard["name"]: shard["sha256"] for shard in known}
+    names = sorted(set(known) | {path.name for path in folder.glob("*.bin")})
+    bad = 0
+    for name in names:
+        try:
+            tokens = read_shard(folder / name)
+            largest = max((tokens[i:i + (1 << 24)].max() for i in range(0, len(tokens), 1 << 24)), default=0)
+            problem = f"id {largest} is not in the vocabulary" if largest >= VOCAB_SIZE else ""
+            if known.get(name, "") not in ("", sha256_of(folder / name)):
+                problem = "its SHA-256 is not the one in meta.json"
+        except UserError as error:
+            problem = str(error)
+        bad += bool(problem)
+        print(f"{'BAD ' if problem else 'good'}  {name}  {problem}".rstrip(), flush=True)
+    if bad or not names:
+        raise UserError(f"{bad} of {len(names)} shards in {folder} are bad; delete such, and run the command "
+                        "that made them")
 
 
 def show(config, n_documents=3, n_tokens=200):

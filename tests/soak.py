@@ -65,7 +65,7 @@ def soak_prepare(folder, kills, seed):
     documents = texts(1200)
     files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(documents[200 * i:200 * i + 200]) for i in range(6)}
     with LocalHub(files) as hub:
-        hub.misbehave("cdn", pause=0.2)
+        hub.misbehave("cdn", pause=0.8)
         environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
         kill_and_compare(lambda out_dir: start(out_dir, environment, dataset="someone/some-texts", subset="sample/10BT"),
                          hashes, folder, kills, seed)

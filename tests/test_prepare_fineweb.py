@@ -495,7 +495,7 @@ def test_a_misspelt_dataset_is_answered_in_one_line(tmp_path, hub, settings, say
 
 def test_a_disk_that_is_too_small_is_noticed_before_anything_is_downloaded(tmp_path, hub, monkeypatch):
     monkeypatch.setattr(prepare_fineweb.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12, 1000))
-    with pytest.raises(UserError, match="--keep_parquet=false"):
+    with pytest.raises(UserError, match="keep_parquet=false"):
         prepare_fineweb.prepare(config(tmp_path))
     assert not any(path.startswith("/cdn") and method == "GET" for method, path in hub.requests)
 
