@@ -5,8 +5,9 @@ run     python tests/bench.py                        every part but the slow one
         python tests/bench.py prepare --parquet=DIR  on your own parquet files instead of made-up ones
 time    about half an hour on two quiet cores; on CUDA the training parts also give tokens/s, MFU and memory
 
-Each side of a comparison is a process of its own, so its peak memory is its own too. The sides take turns, one repetition
-each, so whatever else the machine does meets both; the ratio is that of the medians, with its range over the turns.
+Each side of a comparison is a process of its own, so its peak memory is its own too. The sides take turns, one
+repetition each, so whatever else the machine does meets both; the ratio is that of the medians, with its range over
+the turns.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import functools
 import json
 import os
 import random
-import resource
 import shutil
 import statistics
 import subprocess
@@ -32,11 +32,13 @@ sys.path.insert(0, str(ROOT))
 SIZES = {"small": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256},
          "124M": {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}}
 BATCH = {"small": (8, 256), "124M": (1, 1024)}
+ON_CPU = ["--loss_chunk_rows=256"]  # as configs/tiny and configs/books set it
+LOOKS = ("eval", "hellaswag", "sample", "save")
 TOKENS_PER_STEP = 524_288
 STORY_TOKENS_PER_S = 120_000  # of an RTX 4090, for shares of a real step that cannot be measured here
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Comparing: processes that take turns
 
 
@@ -54,28 +56,56 @@ class Side(NamedTuple):
 
 
 class Worker:
-    """A process that sets a side up once, then does one repetition at each request."""
+    """A process that calls `make`, a function of this file, with `options`, and what that returns at each request.
 
-    def __init__(self, name, options):
-        words = [sys.executable, __file__, "--side", json.dumps({"name": name, **options})]
+    What it returns does one repetition and gives the units done, or (units, {"seconds": of the part that counts}).
+    """
+
+    def __init__(self, make, options, tree):
+        words = [sys.executable, __file__, "--side", json.dumps([make.__name__, options])]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        self.watch = TreeMemory(self.process.pid) if options.get("tree") else None
-        self.read()  # set up, and one repetition to warm up
+        self.tree = TreeMemory(self.process.pid) if tree else None
+        self.answers = []
+        self.read()  # set up, and warmed up
 
     def read(self):
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"the side {self.process.args[-1]} failed; its error is above")
+            sys.exit(f"{self.process.args[-1]} failed; its error is above")
         return json.loads(line)
 
     def once(self):
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
-        return self.read()
+        self.answers.append(self.read())
 
     def close(self):
         self.process.stdin.close()
         self.process.wait()
+
+
+def worker_main(name, options):
+    """The other end of Worker: prints one line of JSON when ready, and one for each line that it reads."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    once = globals()[name](**options)
+    once()
+    print(json.dumps("ready"), file=answers, flush=True)
+    for _ in sys.stdin:
+        start_s = time.perf_counter()
+        done = once()
+        answer = {"seconds": time.perf_counter() - start_s}
+        units, extra = done if isinstance(done, tuple) else (done, {})
+        print(json.dumps(answer | {"units": units, "peak_gb": peak_gb()} | extra), file=answers, flush=True)
+
+
+def peak_gb():
+    """The peak memory of this process: the GPU's if it used one."""
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 class TreeMemory:
@@ -105,27 +135,21 @@ class TreeMemory:
         return 0.0
 
 
-def measure(sides, runs, **options):
-    """[Side, ...] of {label: (name in SIDES, its options)}, one repetition of each in turn, `runs` times."""
-    workers = {label: Worker(name, {**options, **more}) for label, (name, more) in sides.items()}
-    answers = {label: [] for label in workers}
-    for _ in range(runs):
-        for label, worker in workers.items():
-            answers[label].append(worker.once())
-    for worker in workers.values():
-        worker.close()
-    return [Side(label, [a["units"] / a["seconds"] for a in got],
-                 workers[label].watch.peak_gb if workers[label].watch else got[-1]["peak_gb"], got[-1]["extra"])
-            for label, got in answers.items()]
+def compare(ours, baseline, *others, runs=5, tree=False):
+    """Lets the sides take turns, one repetition each, `runs` times. Returns a Side for each.
 
-
-def compare(ours, baseline, runs=5, others=None, **options):
-    """Measures ours against a baseline, each (label, name in SIDES, options of its own); see measure().
-
-    Returns (ours, baseline, *others) as Sides.
+    Each side is (label, function, its options); see Worker. tree: count the memory of child processes, too.
     """
-    sides = {label: (name, more) for label, name, more in [ours, baseline, *(others or [])]}
-    return measure(sides, runs, **options)
+    workers = {label: Worker(make, options, tree) for label, make, options in (ours, baseline, *others)}
+    for _ in range(runs):
+        for worker in workers.values():
+            worker.once()
+    sides = []
+    for label, worker in workers.items():
+        worker.close()
+        rates, last = [answer["units"] / answer["seconds"] for answer in worker.answers], worker.answers[-1]
+        sides.append(Side(label, rates, worker.tree.peak_gb if tree else last["peak_gb"], last))
+    return sides
 
 
 class Row(NamedTuple):
@@ -135,56 +159,20 @@ class Row(NamedTuple):
     ratio: str
     wanted: str
     memory: str
-    note: str
+    bound_by: str
 
 
 def row(case, unit, ours, baseline, wanted="", memory_wanted="", note="", scale=1):
     """A line of the table from two Sides."""
     ratios = [a / b for a, b in zip(ours.rates, baseline.rates)]
     memory = f"{ours.memory_gb:.2f} / {baseline.memory_gb:.2f} GB ({ours.memory_gb / baseline.memory_gb:.2f})"
+    memory += f", wanted {memory_wanted}" if memory_wanted else ""
     return Row(case, f"{number(ours.rate * scale)} {unit}", f"{number(baseline.rate * scale)} ({baseline.name})",
-               f"{ours.rate / baseline.rate:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", wanted,
-               memory + (f", wanted {memory_wanted}" if memory_wanted else ""), note)
+               f"{ours.rate / baseline.rate:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", wanted, memory, note)
 
 
 def number(value):
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def worker_main(spec):
-    """The other end of Worker: prints one JSON line when ready, and one for each line that it reads."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
-    spec.pop("tree", None)
-    once = SIDES[spec.pop("name")](**spec)
-    once()
-    print(json.dumps("ready"), file=answers, flush=True)
-    for _ in sys.stdin:
-        start_s = time.perf_counter()
-        result = once()
-        seconds = time.perf_counter() - start_s
-        units, extra = result if isinstance(result, tuple) else (result, {})
-        seconds = extra.pop("seconds", seconds)
-        print(json.dumps({"units": units, "seconds": seconds, "peak_gb": peak_gb(), "extra": extra}), file=answers,
-              flush=True)
-
-
-def peak_gb():
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated() / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-SIDES = {}
-
-
-def side(function):
-    """Registers what one process does: called once with options, returns the function to be timed, which returns the
-    units done, or (units, {"seconds": of the part that counts, ...})."""
-    SIDES[function.__name__] = function
-    return function
 
 
 def build_gpt(size, device="cpu", dtype=None):
@@ -202,8 +190,8 @@ def build_transformers(size, device="cpu", dtype=None):
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     sizes = dict(SIZES[size])
-    config = transformers.GPT2Config(vocab_size=50304, n_positions=sizes.pop("block_size"), resid_pdrop=0, embd_pdrop=0,
-                                     attn_pdrop=0, bos_token_id=50256, eos_token_id=None, **sizes)
+    config = transformers.GPT2Config(vocab_size=50304, n_positions=sizes.pop("block_size"), resid_pdrop=0,
+                                     embd_pdrop=0, attn_pdrop=0, bos_token_id=50256, eos_token_id=None, **sizes)
     return transformers.GPT2LMHeadModel(config).to(device=device, dtype=dtype or torch.float32)
 
 
@@ -213,44 +201,43 @@ def matrix_shapes(size):
     return [(C, 3 * C, n), (C, C, n), (C, 4 * C, n), (4 * C, C, n), (C, 50304, 1)]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Generation and chat
 
 
-@side
+def prompt_ids(n):
+    import torch
+    return torch.randint(50256, (1, n), generator=torch.Generator().manual_seed(0))
+
+
 def generate_ours(dtype, prompt=64, new=256):
     import torch
 
     from model import generate, pick_dtype
-    chosen = pick_dtype(torch.device("cpu"), training=False)[0] if dtype == "chat" else getattr(torch, dtype)
-    model = build_gpt("124M", dtype=chosen).eval()
-    ids = torch.randint(50256, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return lambda: (len(list(generate(model, ids, new, temperature=0))), {"bytes_per_token": weights, "dtype": str(chosen)})
+    dtype = pick_dtype(torch.device("cpu"), training=False)[0] if dtype == "chat" else getattr(torch, dtype)
+    model, ids = build_gpt("124M", dtype=dtype).eval(), prompt_ids(prompt)[0].tolist()
+    extra = {"weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()), "dtype": str(dtype)}
+    return lambda: (len(list(generate(model, ids, new, temperature=0))), extra)
 
 
-@side
 def generate_transformers(dtype, prompt=64, new=256):
     import torch
-    model = build_transformers("124M", dtype=getattr(torch, dtype)).eval()
-    ids = torch.randint(50256, (1, prompt), generator=torch.Generator().manual_seed(0))
+    model, ids = build_transformers("124M", dtype=getattr(torch, dtype)).eval(), prompt_ids(prompt)
 
     def once():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, use_cache=True,
-                             pad_token_id=0)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+                             use_cache=True, pad_token_id=0)
         return out.size(1) - prompt
     return once
 
 
-@side
 def generate_without_cache(prompt=64, new=256, every=8):
-    """The loop of nanoGPT's sample.py: the whole text again for each token, the head for the last position only.
+    """nanoGPT's sample.py: the whole text again for each token, the head for the last position only.
 
-    One of `every` tokens is measured, evenly spread over the lengths; it is slow.
+    It is slow, so one of `every` tokens is measured, evenly spread over the lengths.
     """
     import torch
-    model = build_gpt("124M").eval()
-    text = torch.randint(50256, (1, prompt + new), generator=torch.Generator().manual_seed(0))
+    model, text = build_gpt("124M").eval(), prompt_ids(prompt + new)
 
     @torch.no_grad()
     def once():
@@ -261,38 +248,31 @@ def generate_without_cache(prompt=64, new=256, every=8):
     return once
 
 
-@side
 def read_memory():
     """Bytes per second that all cores together read from memory: the ceiling of generation."""
     import torch
     block = torch.ones(2**28)
-    return lambda: (block.numel() * 4, {"sum": block.sum().item()})
+    return lambda: (4 * block.numel(), {"sum": block.sum().item()})
 
 
 def part_generate(args):
     tokens = {"prompt": 64, "new": args.new_tokens}
-    for dtype in ("float32", "bfloat16"):
-        sides = compare(("ours", "generate_ours", {"dtype": dtype, **tokens}),
-                        ("transformers", "generate_transformers", {"dtype": dtype, **tokens}), args.runs,
-                        [("memory", "read_memory", {})])
-        yield generate_row(f"generate, {dtype}, cached", *sides, wanted="0.95")
-    sides = compare(("ours", "generate_ours", {"dtype": "chat", **tokens}),
-                    ("transformers fp32", "generate_transformers", {"dtype": "float32", **tokens}), args.runs,
-                    [("memory", "read_memory", {})])
-    yield generate_row(f"generate, as chat picks ({sides[0].extra['dtype']})", *sides, wanted="1.35")
-    ours, loop = compare(("ours", "generate_ours", {"dtype": "float32", **tokens}),
-                         ("loop without cache", "generate_without_cache", tokens), args.runs)
-    yield row("generate, cached against not", "tokens/s", ours, loop, "5")
+    for ours, theirs, wanted in (("float32", "float32", "0.95"), ("bfloat16", "bfloat16", "0.95"),
+                                 ("chat", "float32", "1.35")):
+        mine, baseline, memory = compare(
+            ("ours", generate_ours, {"dtype": ours, **tokens}),
+            (f"transformers {theirs}", generate_transformers, {"dtype": theirs, **tokens}),
+            ("memory", read_memory, {}), runs=args.runs)
+        size, dtype = mine.extra["weight_bytes"], mine.extra["dtype"].removeprefix("torch.")
+        note = (f"reads {size / 1e9:.2f} GB of weights a token: {size * mine.rate / 1e9:.1f} GB/s of the "
+                f"{memory.rate / 1e9:.1f} GB/s that the memory gives ({size * mine.rate / memory.rate:.0%})")
+        case = f"generate, {dtype}{', as chat picks' * (ours == 'chat')}"
+        yield row(case, "tokens/s", mine, baseline, wanted, note=note)
+    mine, loop = compare(("ours", generate_ours, {"dtype": "float32", **tokens}),
+                         ("without a cache", generate_without_cache, tokens), runs=args.runs)
+    yield row("generate, float32", "tokens/s", mine, loop, "5")
 
 
-def generate_row(case, ours, baseline, memory, wanted):
-    reads = ours.extra["bytes_per_token"] * ours.rate
-    return row(case, "tokens/s", ours, baseline, wanted,
-               note=f"reading the weights: {ours.extra['bytes_per_token'] / 1e9:.2f} GB a token = {reads / 1e9:.1f} GB/s "
-                    f"of {memory.rate / 1e9:.1f} GB/s memory bandwidth ({reads / memory.rate:.0%})")
-
-
-@side
 def second_turn(reread):
     """Time to the first token of the second answer in a conversation of 700 tokens."""
     import torch
@@ -303,7 +283,7 @@ def second_turn(reread):
     model = build_gpt("124M", dtype=pick_dtype(torch.device("cpu"), training=False)[0]).eval()
     model.info["kind"] = "chat"
     config = configs.load(chat.Config, "chat", ["--temperature=0"])
-    first_turn = [{"role": "user", "content": " ".join(["word"] * 600)}, {"role": "assistant", "content": " answer" * 80}]
+    first_turn = [{"role": "user", "content": "word " * 600}, {"role": "assistant", "content": "answer " * 80}]
     question, talk = "What did I say before that?", chat.Chat(model, config)
     read = render_chat(first_turn)
     list(generate(model, read, 1, cache=talk.cache))
@@ -318,25 +298,25 @@ def second_turn(reread):
         next(answer)
         seconds = time.perf_counter() - start_s
         answer.close()
-        return 1, {"seconds": seconds, "tokens": len(read)}
+        return 1, {"seconds": seconds}
     return once
 
 
 def part_chat(args):
-    ours, baseline = compare(("ours", "second_turn", {"reread": False}),
-                             ("reading it all again", "second_turn", {"reread": True}), args.runs)
-    yield row("second turn of a 700-token chat, to the first word", "/s", ours, baseline, "5",
+    ours, baseline = compare(("ours", second_turn, {"reread": False}),
+                             ("reading it again", second_turn, {"reread": True}), runs=args.runs)
+    yield row("chat, second turn after 700 tokens, to the first word", "/s", ours, baseline, "5",
               note=f"{1000 / ours.rate:.0f} ms against {1000 / baseline.rate:.0f} ms")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # HellaSwag
 
 
 def hellaswag_items(n):
-    """Made-up questions with HellaSwag's lengths: contexts of 14 to 81 tokens (median 55), endings 8 to 55 (33)."""
+    """Made-up questions of HellaSwag's lengths: contexts of 14 to 81 tokens (median 55), endings 8 to 55 (33)."""
     rng = random.Random(0)
-    words = ["time", "people", "way", "water", "day", "man", "part", "place", "work", "year", "house", "world", "point", "hand", "room", "home", "side", "night", "case", "fact"]
+    words = ["time", "people", "water", "day", "place", "work", "house", "world", "hand", "room", "side"]
 
     def text(low, high, middle):
         return " ".join(rng.choice(words) for _ in range(round(rng.triangular(low, high, middle))))
@@ -346,7 +326,6 @@ def hellaswag_items(n):
             for i, ctx in enumerate(text(14, 81, 62) for _ in range(n))]
 
 
-@side
 def hellaswag_ours(n):
     import hellaswag
     model = build_gpt("124M").eval()
@@ -354,9 +333,8 @@ def hellaswag_ours(n):
     return lambda: hellaswag.evaluate(model, items)["n"]
 
 
-@side
 def hellaswag_usual(n):
-    """build-nanogpt's way: one question of four padded rows for each forward pass, logits of every position."""
+    """build-nanogpt's way: the four padded rows of one question a forward pass, logits of every position."""
     import torch
     from torch.nn import functional as F
 
@@ -374,7 +352,7 @@ def hellaswag_usual(n):
             mask = torch.tensor([[0] * len(context) + [1] * (len(ids) - len(context)) + [0] * (width - len(ids))
                                  for ids in rows])
             logits = model(tokens)[:, :-1].float()
-            losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(4, -1)
+            losses = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
             ((losses * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1)).argmin().item()
         return len(items)
     return once
@@ -382,18 +360,18 @@ def hellaswag_usual(n):
 
 def part_hellaswag(args):
     n = args.questions
-    ours, usual = compare(("ours", "hellaswag_ours", {"n": n}), ("one question at a time", "hellaswag_usual", {"n": n}),
-                          args.runs)
-    yield row(f"HellaSwag, 124M fp32, {n} made-up questions", "questions/s", ours, usual, "2.2", "1.00",
-              "the context is read once for its four endings; only endings go through the head")
+    ours, usual = compare(("ours", hellaswag_ours, {"n": n}), ("one question a pass", hellaswag_usual, {"n": n}),
+                          runs=args.runs)
+    yield row(f"HellaSwag, 124M, fp32, {n} questions", "questions/s", ours, usual, "2.2", "1.00",
+              "the matrix products: a context is read once for its four endings, and only endings have logits")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Prepare
 
 
 def make_parquet(folder, megabytes=120):
-    """Parquet files in FineWeb-Edu's layout from the tiny world's documents, many to a page, in an order of its own."""
+    """Parquet files in FineWeb-Edu's layout: pages of the tiny world's documents in random order."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -406,10 +384,8 @@ def make_parquet(folder, megabytes=120):
     folder.mkdir(parents=True)
     for i in range(4):
         pq.write_table(pa.table({"text": texts[i::4]}), folder / f"{i:03d}_00000.parquet", row_group_size=1000)
-    return folder
 
 
-@side
 def prepare_ours(parquet, out_dir):
     """The command itself, start-up and all."""
     out_dir = Path(out_dir)
@@ -418,7 +394,7 @@ def prepare_ours(parquet, out_dir):
         shutil.rmtree(out_dir, ignore_errors=True)
         subprocess.run([sys.executable, "prepare_fineweb.py", f"--source={parquet}", f"--out_dir={out_dir}"],
                        check=True, stdout=sys.stderr)
-        return (sum(file.stat().st_size for file in out_dir.glob("*.bin")) - 1024 * len(list(out_dir.glob("*.bin")))) // 2
+        return sum(file.stat().st_size // 2 - 512 for file in out_dir.glob("*.bin"))
     return once
 
 
@@ -439,9 +415,8 @@ def bpe():
     return tokenizer()
 
 
-@side
 def prepare_pool(parquet, out_dir, shard_tokens=10**8):
-    """build-nanogpt's way: rows from `datasets`, a pool of half the cores, imap in chunks of 16, the parent fills shards.
+    """build-nanogpt's way: rows of `datasets`, a pool of half the cores, chunks of 16, the parent fills shards.
 
     Building the dataset's cache is not counted: it belongs to the download there.
     """
@@ -451,7 +426,7 @@ def prepare_pool(parquet, out_dir, shard_tokens=10**8):
     import numpy as np
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     files = sorted(str(path) for path in Path(parquet).rglob("*.parquet"))
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(Path(out_dir) / "cache"))
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=f"{out_dir}/cache")
     bpe()
 
     def once():
@@ -471,7 +446,6 @@ def prepare_pool(parquet, out_dir, shard_tokens=10**8):
     return once
 
 
-@side
 def bpe_alone(parquet):
     """The tokenizer on the same texts, already in memory, on all cores: what bounds the preparation."""
     from concurrent.futures import ThreadPoolExecutor
@@ -489,23 +463,23 @@ def bpe_alone(parquet):
 
 def part_prepare(args):
     with tempfile.TemporaryDirectory() as folder:
+        parquet = f"{folder}/parquet"
         if args.parquet:
             # four times over, so that start-up is not what is measured
             for i in range(4):
-                shutil.copytree(args.parquet, Path(folder) / "parquet" / str(i))
-            parquet = Path(folder) / "parquet"
+                shutil.copytree(args.parquet, Path(parquet) / str(i))
         else:
-            parquet = make_parquet(Path(folder) / "parquet")
-        sides = [(name, which, {"parquet": str(parquet), "out_dir": f"{folder}/{which}", "tree": True})
-                 for name, which in (("ours", "prepare_ours"), ("build-nanogpt's pool", "prepare_pool"))]
-        ours, pool, tokenizer = compare(*sides, args.runs, [("BPE", "bpe_alone", {"parquet": str(parquet)})])
-    limit = 0.5 + 0.25 * os.cpu_count()
-    yield row("prepare", "tokens/s", ours, pool, "2.4", f"{limit:.2f} GB at most for {os.cpu_count()} workers",
-              f"the tokenizer alone on all cores: {number(tokenizer.rate)} tokens/s; ours reaches "
-              f"{ours.rate / tokenizer.rate:.0%} of it")
+            make_parquet(Path(parquet))
+        ours, pool, tokenizer = compare(
+            ("ours", prepare_ours, {"parquet": parquet, "out_dir": f"{folder}/ours"}),
+            ("build-nanogpt's pool", prepare_pool, {"parquet": parquet, "out_dir": f"{folder}/pool"}),
+            ("tokenizer", bpe_alone, {"parquet": parquet}), runs=args.runs, tree=True)
+    yield row("prepare", "tokens/s", ours, pool, "2.4", f"{0.5 + 0.25 * os.cpu_count():.2f} GB at most",
+              f"the tokenizer: alone it does {number(tokenizer.rate)} tokens/s on all cores "
+              f"({ours.rate / tokenizer.rate:.0%} reached)")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Checkpoint and start-up
 
 
@@ -513,12 +487,10 @@ def checkpoint_state():
     """What a 124M run saves: the model and AdamW's two moments."""
     import torch
     model = build_gpt("124M")
-    moments = {i: {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-               for i, p in enumerate(model.parameters())}
-    return {"model": model.state_dict(), "optimizers": [{"state": moments}]}
+    moments = {i: [torch.zeros_like(p), torch.zeros_like(p)] for i, p in enumerate(model.parameters())}
+    return {"model": model.state_dict(), "optimizers": [moments]}
 
 
-@side
 def checkpoint_ours(folder):
     import train
     state = checkpoint_state()
@@ -529,7 +501,6 @@ def checkpoint_ours(folder):
     return once
 
 
-@side
 def checkpoint_plain(folder):
     """torch.save and fsync of the same bytes, each time into new files: overwriting one is cheaper, and loses it."""
     import torch
@@ -548,34 +519,31 @@ def checkpoint_plain(folder):
 
 def part_checkpoint(args):
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
-        ours, plain = compare(("ours", "checkpoint_ours", {"folder": folder}),
-                              ("torch.save + fsync", "checkpoint_plain", {"folder": folder}), args.runs)
+        ours, plain = compare(("ours", checkpoint_ours, {"folder": folder}),
+                              ("torch.save + fsync", checkpoint_plain, {"folder": folder}), runs=args.runs)
         size = Path(folder, "ckpt.pt").stat().st_size
     seconds, run_s = size / ours.rate, 500 * TOKENS_PER_STEP / STORY_TOKENS_PER_S
     yield row("checkpoint, 124M and AdamW", "GB/s", ours, plain, "0.5", scale=1e-9,
-              note=f"{size / 1e9:.2f} GB in {seconds:.1f} s = {seconds / run_s:.2%} of 500 steps at 120k tokens/s "
-                   "(wanted: below 1%); the disk")
+              note=f"the disk: {size / 1e9:.2f} GB in {seconds:.1f} s = {seconds / run_s:.2%} of 500 steps at "
+                   f"{STORY_TOKENS_PER_S:,} tokens/s (wanted: below 1%)")
 
 
-@side
 def start_torch(code):
     return lambda: (subprocess.run([sys.executable, "-c", code], check=True), 1)[1]
 
 
-@side
 def start_chat(folder):
     command = [sys.executable, "chat.py", f"--model={folder}", "--prompt=hi", "--max_new_tokens=1"]
     return lambda: (subprocess.run(command, check=True, stdout=subprocess.DEVNULL), 1)[1]
 
 
-@side
 def start_train(folder):
     """Until the first step is in the log; the evaluations that come before it are left out."""
     def once():
         out_dir = Path(folder) / "run"
         shutil.rmtree(out_dir, ignore_errors=True)
         command = [sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data", f"--out_dir={out_dir}",
-                   "--log_every=1", "--eval_every=0", "--hellaswag_every=0", "--sample_every=0"]
+                   *(f"--{name}_every=0" for name in LOOKS)]
         start_s = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and '"loss"' not in read_text(out_dir / "log.jsonl"):
@@ -586,6 +554,11 @@ def start_train(folder):
     return once
 
 
+def prepare_tiny(out_dir):
+    command = [sys.executable, "prepare_fineweb.py", "configs/tiny", f"--out_dir={out_dir}"]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
 def read_text(path):
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -594,19 +567,19 @@ def part_startup(args):
     with tempfile.TemporaryDirectory() as folder:
         import model
         model.save_model(build_gpt("small"), f"{folder}/model", kind="chat")
-        subprocess.run([sys.executable, "prepare_fineweb.py", "configs/tiny", f"--out_dir={folder}/data"], check=True,
-                       cwd=ROOT, stdout=subprocess.DEVNULL)
+        prepare_tiny(f"{folder}/data")
         # the first optimizer of a process imports torch's compiler, which takes as long as torch itself
         optimizer = "import torch; torch.optim.AdamW([torch.zeros(1, requires_grad=True)])"
         for case, which, path, name, code in (
-                ("start of chat.py --prompt=hi, to the end", "start_chat", f"{folder}/model", "import torch", "import torch"),
-                ("start of train.py, tiny, to the first step", "start_train", folder, "torch and an AdamW", optimizer)):
-            ours, alone = compare(("ours", which, {"folder": path}), (name, "start_torch", {"code": code}), args.runs)
+                ("chat.py --prompt=hi, all of it", start_chat, f"{folder}/model", "import torch", "import torch"),
+                ("train.py configs/tiny, to the first step", start_train, folder, "torch and an AdamW", optimizer)):
+            ours, alone = compare(("ours", which, {"folder": path}), (name, start_torch, {"code": code}),
+                                  runs=args.runs)
             note = f"{1 / ours.rate:.2f} s, of which {name} {1 / alone.rate:.2f} s ({ours.rate / alone.rate:.0%})"
             yield row(case, "starts/s", ours, alone, "mostly torch", note=note)._replace(memory="")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The training step
 
 
@@ -634,7 +607,6 @@ def pick(device, dtype):
     return device, getattr(torch, dtype), torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
-@side
 def train_ours(size, dtype, compiled=False, batch=None, device="cpu", words=()):
     """train.py's step: its model, optimizer, precision and memory settings, one micro-batch a step."""
     import torch
@@ -665,7 +637,6 @@ def train_ours(size, dtype, compiled=False, batch=None, device="cpu", words=()):
     return once
 
 
-@side
 def train_transformers(size, dtype, compiled=False, batch=None, device="cpu"):
     """The same step with transformers' network and loss, and the AdamW that its Trainer picks (fused)."""
     import torch
@@ -691,7 +662,6 @@ def train_transformers(size, dtype, compiled=False, batch=None, device="cpu"):
     return once
 
 
-@side
 def matrix_products(size, dtype, batch=None, device="cpu"):
     """Only the products with weight matrices that a step needs: forward, and two backward. No step can be faster."""
     import torch
@@ -700,8 +670,10 @@ def matrix_products(size, dtype, batch=None, device="cpu"):
     N = batch[0] * batch[1]
     work = []
     for inputs, outputs, count in matrix_shapes(size):
-        x, w, y = (torch.randn(shape, device=device).to(dtype) for shape in ((N, inputs), (inputs, outputs), (N, outputs)))
-        work += [(x, w, torch.empty_like(y)), (y, w.T, torch.empty_like(x)), (x.T, y, torch.empty_like(w))] * count
+        x, w, y = (torch.randn(shape, device=device).to(dtype)
+                   for shape in ((N, inputs), (inputs, outputs), (N, outputs)))
+        out = [torch.empty_like(tensor) for tensor in (y, x, w)]
+        work += [(x, w, out[0]), (y, w.T, out[1]), (x.T, y, out[2])] * count
 
     def once():
         for a, b, out in work:
@@ -711,7 +683,6 @@ def matrix_products(size, dtype, batch=None, device="cpu"):
     return once
 
 
-@side
 def matmul_peak():
     """The card's own speed: floating-point operations per second of one large bf16 product."""
     import torch
@@ -728,17 +699,18 @@ def matmul_peak():
 def part_train(args, compiled=False):
     for size, dtype, wanted, memory in (("small", "bfloat16", "1.8", "0.60"), ("small", "float32", "1.8", "0.60"),
                                         ("124M", "bfloat16", "1.10", ""), ("124M", "float32", "1.25", "")):
+        if compiled:
+            wanted, memory = "1.00", "0.65"
         if compiled and dtype == "float32":
             continue
         step = {"size": size, "dtype": dtype}
         ours, theirs, products = compare(
-            ("ours", "train_ours", {**step, "compiled": compiled}),
-            ("transformers", "train_transformers", {**step, "compiled": compiled}), args.runs,
-            [("products", "matrix_products", step)])
-        B, T = BATCH[size]
-        yield row(f"train step{', compiled' * compiled}, {size}, {dtype}, {B}x{T}", "tokens/s", ours, theirs,
-                  "1.00" if compiled else wanted, "0.65" if compiled else memory,
-                  f"the matrix products alone: {ours.rate / products.rate:.0%} of our time, "
+            ("ours", train_ours, {**step, "compiled": compiled, "words": ON_CPU}),
+            ("transformers", train_transformers, {**step, "compiled": compiled}),
+            ("products", matrix_products, step), runs=args.runs)
+        yield row(f"train step{', compiled' * compiled}, {size}, {dtype}, {BATCH[size][0]} x {BATCH[size][1]}",
+                  "tokens/s", ours, theirs, wanted, memory,
+                  f"the products with weight matrices alone: {ours.rate / products.rate:.0%} of our time, "
                   f"{theirs.rate / products.rate:.0%} of theirs")
     if args.cuda and not compiled:
         yield from train_on_cuda(args)
@@ -748,22 +720,22 @@ def train_on_cuda(args, batch=(16, 1024)):
     """The real micro-batch, compiled on both sides, and ours once more with the loss in chunks."""
     step = {"size": "124M", "dtype": "bfloat16", "batch": batch, "device": "cuda", "compiled": True}
     ours, theirs, chunks, peak = compare(
-        ("ours", "train_ours", step), ("transformers", "train_transformers", step), args.runs,
-        [("chunks", "train_ours", {**step, "words": ["--loss_chunk_rows=2048"]}), ("peak", "matmul_peak", {})])
+        ("ours", train_ours, step), ("transformers", train_transformers, step),
+        ("chunks", train_ours, {**step, "words": ["--loss_chunk_rows=2048"]}), ("peak", matmul_peak, {}),
+        runs=args.runs)
     sizes = SIZES["124M"]
     weights = sum(inputs * outputs * count for inputs, outputs, count in matrix_shapes("124M"))
     flops = 6 * weights + 12 * sizes["n_layer"] * sizes["n_embd"] * batch[1]
-    yield row(f"train step, CUDA, 124M, bf16, compiled, {batch[0]}x{batch[1]}", "tokens/s", ours, theirs,
-              note=f"MFU {ours.rate * flops / peak.rate:.0%}: (6 x matrix weights + 12 n_layer n_embd T) x tokens/s, of the "
-                   f"{peak.rate / 1e12:.0f} TFLOP/s that a large bf16 product reaches here; loss in chunks "
-                   f"{number(chunks.rate)} tokens/s with {chunks.memory_gb:.1f} GB")
+    yield row(f"train step, CUDA, 124M, bf16, compiled, {batch[0]} x {batch[1]}", "tokens/s", ours, theirs,
+              note=f"MFU {ours.rate * flops / peak.rate:.0%}: (6 x matrix weights + 12 n_layer n_embd T) x tokens/s "
+                   f"of the {peak.rate / 1e12:.0f} TFLOP/s that a large bf16 product reaches here; loss in chunks: "
+                   f"{number(chunks.rate)} tokens/s, {chunks.memory_gb:.1f} GB")
 
 
 def part_compiled(args):
     yield from part_train(args, compiled=True)
 
 
-@side
 def optimizer_ours(optimizer):
     import torch
 
@@ -773,7 +745,6 @@ def optimizer_ours(optimizer):
     return optimizer_once(model, optimizers, torch)
 
 
-@side
 def optimizer_torch(optimizer):
     """torch.optim's own: AdamW alone, or its Muon on the hidden matrices (q, k, v as one) with AdamW for the rest."""
     import torch
@@ -799,36 +770,35 @@ def optimizer_once(model, optimizers, torch):
 
 def part_optimizer(args):
     for name, share_wanted in (("adamw", ""), ("muon", " (wanted: below 3%)")):
-        ours, theirs, step = compare(("ours", "optimizer_ours", {"optimizer": name}),
-                                     ("torch.optim", "optimizer_torch", {"optimizer": name}), args.runs,
-                                     [("step", "train_ours", {"size": "124M", "dtype": "bfloat16"})])
+        ours, theirs, step = compare(
+            ("ours", optimizer_ours, {"optimizer": name}), ("torch.optim", optimizer_torch, {"optimizer": name}),
+            ("step", train_ours, {"size": "124M", "dtype": "bfloat16", "words": ON_CPU}), runs=args.runs)
         step_s = TOKENS_PER_STEP / step.rate
         yield row(f"optimizer step, {name}, 124M", "steps/s", ours, theirs,
-                  note=f"{1 / ours.rate:.2f} s = {1 / ours.rate / step_s:.2%} of the {step_s:,.0f} s that 524,288 tokens take "
-                       f"here{share_wanted}")
+                  note=f"{1 / ours.rate:.2f} s = {1 / ours.rate / step_s:.2%} of the {step_s:,.0f} s that "
+                       f"{TOKENS_PER_STEP:,} tokens take here{share_wanted}")
 
 
 def part_long(args):
-    """2,000 steps of a model so small that everything but the arithmetic shows."""
+    """Many steps of a model so small that everything but the arithmetic shows."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "prepare_fineweb.py", "configs/tiny", f"--out_dir={folder}/data"], check=True,
-                       cwd=ROOT, stdout=subprocess.DEVNULL)
-        subprocess.run([sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data", f"--out_dir={folder}/run",
-                        "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=64", "--micro_batch_size=8",
-                        "--tokens_per_step=512", f"--max_steps={args.steps}", "--log_every=1", "--eval_every=0",
-                        "--sample_every=0", "--hellaswag_every=0", "--save_every=0", "--compile=false", "--device=cpu"],
-                       check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        log = [json.loads(line) for line in read_text(Path(folder) / "run" / "log.jsonl").splitlines()]
+        prepare_tiny(f"{folder}/data")
+        words = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=64", "--micro_batch_size=8", "--device=cpu",
+                 "--tokens_per_step=512", f"--max_steps={args.steps}", *(f"--{name}_every=0" for name in LOOKS)]
+        subprocess.run([sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data",
+                        f"--out_dir={folder}/run", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        log = [json.loads(line) for line in read_text(Path(folder, "run", "log.jsonl")).splitlines()]
     log = [line for line in log if "tok_per_s" in line]
     quarters = [log[i * len(log) // 4:(i + 1) * len(log) // 4] for i in range(4)]
     speeds = [statistics.median(line["tok_per_s"] / 512 for line in quarter) for quarter in quarters]
-    memory = [quarter[-1]["mem_gb"] for quarter in quarters]
-    yield Row(f"{args.steps:,} steps, 2 layers of 32", f"{number(speeds[3])} steps/s", f"{number(speeds[0])} (first quarter)",
-              f"{speeds[3] / speeds[0]:.2f}", "1.00", f"{memory[3]:.3f} / {memory[0]:.3f} GB ({memory[3] / memory[0]:.2f})",
+    first, last = quarters[0][-1]["mem_gb"], log[-1]["mem_gb"]
+    yield Row(f"{args.steps:,} steps, 2 layers of 32", f"{number(speeds[3])} steps/s",
+              f"{number(speeds[0])} (first quarter)", f"{speeds[3] / speeds[0]:.2f}", "1.00",
+              f"{last:.3f} / {first:.3f} GB ({last / first:.2f}), wanted 1.00",
               "steps/s by quarter: " + ", ".join(map(number, speeds)))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 PARTS = {"prepare": part_prepare, "train": part_train, "hellaswag": part_hellaswag, "generate": part_generate,
@@ -847,13 +817,13 @@ def machine():
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join([f"{name}, {os.cpu_count()} cores", *cards, f"{platform.system()}, Python {platform.python_version()}",
-                      f"torch {torch.__version__}", time.strftime("%Y-%m-%d")])
+    return ", ".join([f"{name}, {os.cpu_count()} cores", *cards, platform.system(), f"torch {torch.__version__}",
+                      f"Python {platform.python_version()}", time.strftime("%Y-%m-%d")])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS) + "; default: all but " + ", ".join(SLOW))
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; all but {', '.join(SLOW)}")
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each side")
     parser.add_argument("--parquet", help="prepare: a folder of parquet files, read four times over")
     parser.add_argument("--disk", help="checkpoint: a folder on the disk to write to")
@@ -863,14 +833,14 @@ def main():
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        return worker_main(json.loads(args.side))
+        return worker_main(*json.loads(args.side))
     unknown = set(args.parts) - set(PARTS)
     if unknown:
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     import torch
     args.cuda = torch.cuda.is_available()
-    print(f"{machine()}; medians of {args.runs}, ranges in brackets\n\n| " + " | ".join(Row._fields).replace("_", " ") + " |\n|"
-          + "---|" * len(Row._fields), flush=True)
+    print(f"{machine()}; medians of {args.runs}, ranges in brackets\n")
+    print("| " + " | ".join(Row._fields) + " |\n|" + "---|" * len(Row._fields), flush=True)
     for part in args.parts or [part for part in PARTS if part not in SLOW]:
         for line in PARTS[part](args):
             print("| " + " | ".join(line) + " |", flush=True)
