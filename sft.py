@@ -134,33 +134,40 @@ def tokenise(messages):
 
 
 def open_source(source):
-    """The parts of a source: [(split, rows, fetch)]; fetch(rows) yields the `messages` of these row numbers.
+    """The parts of a source: [(split, origin, rows, fetch)]; fetch(rows) yields the `messages` of these rows.
 
     split   "val", the test split, or "train"
+    origin  what meta.json says about where they come from
     source  "tiny", a .parquet or .jsonl file or a folder of them ("test" in a path means the test split), or
             a name on the hub
 
     Conversations are read when fetch is called. Without a test split every 50th conversation goes there.
     """
     if source == "tiny":
-        from configs.tiny import world
-        worlds = {"val": world.conversations("test"), "train": world.conversations("train")}
-        return [(split, range(len(found)), lambda rows, found=found: (found[i]["messages"] for i in rows))
-                for split, found in worlds.items()]
-    if Path(source).exists():
+        tables = [("val", "world.py", *open_world("test")), ("train", "world.py", *open_world("train"))]
+    elif Path(source).exists():
         top = Path(source)
         files = sorted(path for path in (top.rglob("*") if top.is_dir() else [top])
                        if path.suffix in (".parquet", ".jsonl"))
         if not files:
             raise UserError(f"source = {source} holds no .parquet or .jsonl file with conversations")
-        tables = [("val" if "test" in str(path.relative_to(top.parent)).lower() else "train",
+        is_test = re.compile(r"(?<![a-z])test", re.IGNORECASE)
+        tables = [("val" if is_test.search(str(path.relative_to(top.parent))) else "train", path.name,
                    *(open_parquet if path.suffix == ".parquet" else open_jsonl)(path)) for path in files]
     else:
         tables = open_hub(source)
-    if {split for split, _, _ in tables} == {"train", "val"}:
-        return [(split, range(n), fetch) for split, n, fetch in tables]
-    held_out = [("val", range(0, n, TEST_EVERY), fetch) for _, n, fetch in tables]
-    return held_out + [("train", [i for i in range(n) if i % TEST_EVERY], fetch) for _, n, fetch in tables]
+    if {split for split, *_ in tables} == {"train", "val"}:
+        return [(split, origin, range(n), fetch) for split, origin, n, fetch in tables]
+    return [part for _, origin, n, fetch in tables for part in (
+        ("val", origin, range(0, n, TEST_EVERY), fetch),
+        ("train", origin, [i for i in range(n) if i % TEST_EVERY], fetch))]
+
+
+def open_world(split):
+    from configs.tiny import world
+
+    conversations = world.conversations(split)
+    return len(conversations), lambda rows: (conversations[row]["messages"] for row in rows)
 
 
 def open_parquet(path):
@@ -182,7 +189,9 @@ def open_hub(name):
     except Exception as error:  # whatever the network, the hub, the data set or the disk raises
         raise UserError(f"source = {name} is no file or folder here, and cannot be loaded from the hub: "
                         f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
-    return [("val" if split.startswith(("test", "val")) else "train", *column_of(table.data, name))
+    # datasets keeps the files' full names, in which the hub's commit is
+    return [("val" if split.startswith(("test", "val")) else "train",
+             next(iter(table.info.download_checksums or [name])), *column_of(table.data, name))
             for split, table in splits.items()]
 
 
@@ -237,14 +246,15 @@ def prepare(config):
         return
     data_dir.mkdir(parents=True, exist_ok=True)
     prefix = re.sub(r"\W+", "_", Path(config.source).stem.lower())
-    pieces = [(split, rows[i:i + ROWS_PER_SHARD], fetch) for split, rows, fetch in open_source(config.source)
+    pieces = [(split, origin, rows[i:i + ROWS_PER_SHARD], fetch)
+              for split, origin, rows, fetch in open_source(config.source)
               for i in range(0, len(rows), ROWS_PER_SHARD)]
     pieces.sort(key=lambda piece: piece[0] == "train")  # as everywhere, the test split has the first numbers
-    for number, (split, rows, fetch) in enumerate(pieces):
+    for number, (split, origin, rows, fetch) in enumerate(pieces):
         path = data_dir / f"{prefix}_{split}_{number:06d}.bin"
         if path.name not in meta["shards"] or not path.exists():
             found = write_conversations(path, rows, fetch, config.workers or os.cpu_count())
-            meta["shards"][path.name] = found
+            meta["shards"][path.name] = {"from": origin, **found}
             write_text(data_dir / "meta.json", json.dumps(meta, indent=1))
             train.say(f"{path}  {found['tokens']:,} tokens ({number + 1} of {len(pieces)})")
     parts = meta["shards"].values()
@@ -513,8 +523,8 @@ def look(model, step, config, test, device, dtype, fence):
     """Everything that looks at the model at `step` and cannot stop or change the training."""
     last, parts = step == config.max_steps, []
 
-    def due(every, also=False):
-        return every > 0 and (last or also or step % every == 0) and not fence.stop.signal
+    def due(every):
+        return every > 0 and (last or step % every == 0) and not fence.stop.signal
 
     if due(config.eval_every):
         with fence("test loss", step):
@@ -531,7 +541,7 @@ def look(model, step, config, test, device, dtype, fence):
             train.append_log(config.out_dir, {"step": step, **found})
             parts.append(f"{found['ended']:.0%} of {found['replies']} replies end by themselves, "
                          f"{found['repetition']:.0%} repetition")
-    if due(config.sample_every, also=step == config.save_every) and (last or step in (0, config.save_every)):
+    if config.sample_every and (last or step in (0, config.save_every)) and not fence.stop.signal:
         with fence("answers", step):
             write_answers(model, config, step)
     if parts:
