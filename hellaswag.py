@@ -258,8 +258,8 @@ def ending_losses(model, rows, n_slots, max_tokens=0, progress=False):
     In fp32, whatever precision the caller trains in: bf16 logits make ties of close endings. Nor
     compiled, whether the caller's model is or not: every batch has a shape of its own.
     """
-    max_tokens = max_tokens or (16384 if model.device.type == "cuda" else 1024)
-    weight, chunk = model.transformer.wte.weight.float(), max(256, max_tokens // 8)
+    max_tokens = max_tokens or (16384 if model.device.type == "cuda" else 512)
+    weight, chunk = model.transformer.wte.weight.float(), max(512, max_tokens // 8)
     losses, slots = [], []
     was_training = model.training
     model.eval()
@@ -270,7 +270,7 @@ def ending_losses(model, rows, n_slots, max_tokens=0, progress=False):
                 x = model.hidden(tokens, positions=positions, mask=mask).flatten(0, 1)  # (B * T, C)
                 # only where an ending is predicted, and in pieces: the logits are the largest tensor here
                 for i, id in zip(at.split(chunk), targets.split(chunk)):
-                    losses.append(F.cross_entropy(F.linear(x[i].float(), weight), id, reduction="none"))
+                    losses.append(token_losses(F.linear(x[i].float(), weight), id))
                 slots.append(slot)
                 if progress:
                     print(f"\r{done:7,} of {len(rows):,}", end="", file=sys.stderr, flush=True)
@@ -282,6 +282,13 @@ def ending_losses(model, rows, n_slots, max_tokens=0, progress=False):
         return np.zeros(n_slots)
     # the only transfer: before it a GPU never waits for Python
     return np.bincount(torch.cat(slots).cpu(), weights=torch.cat(losses).double().cpu(), minlength=n_slots)
+
+
+def token_losses(logits, ids):
+    """-ln of the probability that each row of `logits` (N, V) gives to its id (N,). Overwrites the logits, which are
+    the largest tensor of all: cross_entropy's copy of them would be the second largest."""
+    picked, highest = logits.gather(1, ids[:, None]), logits.amax(1, keepdim=True)
+    return (logits.sub_(highest).exp_().sum(1, keepdim=True).log() + highest - picked)[:, 0]
 
 
 def row_length(row):
