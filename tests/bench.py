@@ -159,7 +159,7 @@ class Row(NamedTuple):
     ratio: str
     wanted: str
     memory: str
-    bound_by: str
+    bounded_by: str
 
 
 def row(case, unit, ours, baseline, wanted="", memory_wanted="", note="", scale=1):
@@ -306,7 +306,7 @@ def part_chat(args):
     ours, baseline = compare(("ours", second_turn, {"reread": False}),
                              ("reading it again", second_turn, {"reread": True}), runs=args.runs)
     yield row("chat, second turn after 700 tokens, to the first word", "/s", ours, baseline, "5",
-              note=f"{1000 / ours.rate:.0f} ms against {1000 / baseline.rate:.0f} ms")
+              note=f"reading what is new: {1000 / ours.rate:.0f} ms against {1000 / baseline.rate:.0f} ms")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -424,6 +424,7 @@ def prepare_pool(parquet, out_dir, shard_tokens=10**8):
 
     import datasets
     import numpy as np
+    datasets.disable_progress_bars()
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     files = sorted(str(path) for path in Path(parquet).rglob("*.parquet"))
     rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=f"{out_dir}/cache")
@@ -840,7 +841,7 @@ def main():
     import torch
     args.cuda = torch.cuda.is_available()
     print(f"{machine()}; medians of {args.runs}, ranges in brackets\n")
-    print("| " + " | ".join(Row._fields) + " |\n|" + "---|" * len(Row._fields), flush=True)
+    print("| " + " | ".join(Row._fields).replace("_", " ") + " |\n|" + "---|" * len(Row._fields), flush=True)
     for part in args.parts or [part for part in PARTS if part not in SLOW]:
         for line in PARTS[part](args):
             print("| " + " | ".join(line) + " |", flush=True)
