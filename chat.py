@@ -236,8 +236,8 @@ def show(pieces, interactive=False):
     """Prints text as it comes. In a conversation Ctrl-C ends the text and not the program; True if it did."""
     pressed = []
     if interactive:
-        # A flag, and no KeyboardInterrupt: the token in the making is finished and the cache stays whole. After
-        # that the key does nothing until the next prompt: who is late to stop an answer should not leave the chat.
+        # A flag, and no KeyboardInterrupt: the token in the making is finished and the cache stays whole.
+        # Afterwards the key does nothing until the prompt: a late one should not cost the conversation.
         signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         for piece in pieces:

@@ -134,6 +134,17 @@ def test_the_same_seed_or_temperature_0_repeats_an_answer_and_seed_0_does_not():
     assert answers[0] == answers[1] and len(set(answers[1:])) == 4
 
 
+@pytest.mark.parametrize("last", [END, END_OF_TEXT])
+def test_an_answer_ends_with_the_token_that_says_so_and_does_not_show_it(last):
+    model = random_model()
+    with torch.no_grad():  # whatever it reads, `last` is the likeliest
+        model.transformer["ln_f"].weight.zero_()
+        model.transformer["ln_f"].bias.fill_(1)
+        model.transformer["wte"].weight[last] = 100
+    talk = chat.Chat(model, settings(temperature=0))
+    assert (say(talk, "hi"), talk.stats["written"], talk.stats["ended"]) == ("", 1, True)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # What the model reads
 
@@ -275,9 +286,9 @@ def test_damaged_weights_end_in_one_line_and_the_message_is_forgotten(capsys):
 # Commands
 
 
-def pipe(monkeypatch, sent):
+def pipe(monkeypatch, sent, errors="replace"):
     """Makes the bytes `sent` the standard input."""
-    stdin = io.TextIOWrapper(io.BytesIO(sent), encoding="utf-8", errors="replace")
+    stdin = io.TextIOWrapper(io.BytesIO(sent), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stdin)
     return stdin
 
@@ -395,7 +406,7 @@ def test_a_pipe_gets_answers_and_nothing_else_whatever_it_sends(folders):
 def call_chat(monkeypatch, capsys, *words, stdin=b""):
     """(stdout, stderr) of main() with these words, in this process."""
     monkeypatch.setattr(sys, "argv", ["chat.py", *words])
-    pipe(monkeypatch, stdin)
+    pipe(monkeypatch, stdin, errors="strict")
     capsys.readouterr()
     chat.main()
     return capsys.readouterr()
@@ -409,6 +420,9 @@ def test_one_prompt_prints_one_answer_and_a_base_model_continues_text(folders, m
         out, err = call_chat(monkeypatch, capsys, *words, *more, stdin=stdin)
         texts = re.split(r"^---\n", out, flags=re.MULTILINE)
         assert err == "" and len(set(texts)) == 3 and all(text.startswith("Hello, I'm") for text in texts)
+    seeded = [call_chat(monkeypatch, capsys, *words, "--prompt=Hello", f"--seed={seed}").out.split("---\n")
+              for seed in (5, 5, 6)]
+    assert seeded[0] == seeded[1] and len(set(seeded[0])) == 3 and seeded[2][:2] == seeded[0][1:]
 
 
 def test_starting_costs_torch_and_nothing_else_that_is_heavy(folders):
@@ -422,8 +436,16 @@ def test_starting_costs_torch_and_nothing_else_that_is_heavy(folders):
     assert not loaded & heavy
 
 
+def test_a_continuation_starts_as_every_document_does(heard):
+    assert "".join(chat.complete(random_model("base"), "Hello", settings())) == "Hello ok"
+    assert heard == [[END_OF_TEXT, *encode("Hello")]]
+
+
 def test_the_end_of_input_leaves_and_a_wrong_model_is_one_line(folders, monkeypatch, capsys, tmp_path):
     assert call_chat(monkeypatch, capsys, f"--model={folders['chat']}") == ("", "")
+    words, half_characters = [f"--model={folders['chat']}", "--max_new_tokens=3"], b"\xff\xe6\nhi \xe6\x97\n"
+    out, err = call_chat(monkeypatch, capsys, *words, stdin=half_characters)
+    assert out.count("\n") >= 2 and err == ""
     with pytest.raises(UserError, match="out/there/is/none"):
         call_chat(monkeypatch, capsys, "--model=out/there/is/none", stdin=b"hi")
     toy = gpt.GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=8, vocab_size=100)
