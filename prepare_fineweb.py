@@ -339,7 +339,7 @@ def encode_document(text, easy=False):
 
 # Much of the time goes into one look-ahead of GPT-2's splitter, `\s+(?!\S)`: of several spaces before a word
 # the last belongs to the word. Where no two spaces meet it changes nothing, and without it no backtracking is
-# needed: 1.4 times the speed. The one common pair, a blank line, is cut in two beforehand, as it would cut it.
+# needed: 1.4 times the speed. The one common pair, a blank line, is cut in two beforehand, as it would be.
 EASY_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 CUT, CUT_ID = "<|cut|>", 50303
 NOT_EASY = (r"[\t\r\v\f\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}]"
@@ -995,6 +995,8 @@ def verify(config):
     known = read_meta(folder)["shards"] if (folder / "meta.json").exists() else []
     known = {shard["name"]: shard["sha256"] for shard in known}
     names = sorted(set(known) | {path.name for path in folder.glob("*.bin")})
+    if not names:
+        raise UserError(f"there are no shards in {folder}")
     bad = 0
     for name in names:
         try:
@@ -1007,8 +1009,8 @@ def verify(config):
             problem = str(error)
         bad += bool(problem)
         print(f"{'BAD ' if problem else 'good'}  {name}  {problem}".rstrip(), flush=True)
-    if bad or not names:
-        raise UserError(f"{bad} of {len(names)} shards in {folder} are bad; delete such, and run the command "
+    if bad:
+        raise UserError(f"{bad} of {len(names)} shards in {folder} are bad; delete those and run the command "
                         "that made them")
 
 

@@ -4,8 +4,8 @@
         hub.misbehave("cdn", status=500, times=2)
         ... HF_ENDPOINT=hub.url ...
 
-Tree listing with pages, resolve by HEAD and GET with a redirect to a second path ("cdn"), ranges, ETag, commit and
-linked size. Nothing else, so a test that passes here asks nothing else of the real hub.
+Tree listing with pages, resolve by HEAD and GET with a redirect to a second host ("cdn"), ranges, ETag,
+commit and linked size. Nothing else, so a test that passes here asks nothing else of the real hub.
 """
 
 import hashlib
@@ -122,8 +122,8 @@ class Handler(BaseHTTPRequestHandler):
     def resolve(self, name):
         data = self.server.hub.files[name]
         return self.send(302, b"", {
-            "Location": f"http://localhost:{self.server.server_port}/cdn/{name}", "X-Repo-Commit": COMMIT, "X-Linked-Size": len(data),
-            "X-Linked-ETag": f'"{sha256(data)}"', "Accept-Ranges": "bytes"})
+            "Location": f"http://localhost:{self.server.server_port}/cdn/{name}", "X-Repo-Commit": COMMIT,
+            "X-Linked-Size": len(data), "X-Linked-ETag": f'"{sha256(data)}"', "Accept-Ranges": "bytes"})
 
     def file(self, name, fault):
         data = self.server.hub.files[name]

@@ -1,8 +1,8 @@
-"""Kills a stage with SIGKILL at many moments, each time lets it finish, and compares with the run that nobody disturbed.
+"""Kills a stage with SIGKILL at many moments, lets it finish, and compares with the run that was left alone.
 
-    python tests/soak.py prepare        30 moments of a preparation over a slow local hub; about 5 minutes on two quiet cores
+    python tests/soak.py prepare        over a slow local hub; about 10 minutes on two quiet cores
 
-Run by hand; the suite kills a few times, too. The moments are seeded and spread over the whole run, one in each 30th of it;
+Run by hand; the suite kills a few times, too. There are 30 seeded moments, one in each 30th of the run, and
 every second run is killed once more while it goes on.
 """
 
@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def kill_and_compare(start, result, folder, kills, seed):
-    """Starts, kills and finishes the run `kills` times; raises AssertionError if one ends with another result.
+    """Starts, kills and finishes the run `kills` times; AssertionError if one ends with another result.
 
     start   folder -> Popen of a run that works in it
     result  folder -> what must be the same
@@ -55,7 +55,7 @@ def finish(run):
 
 
 def hashes(folder):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).glob("*.bin"))}
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).glob("*.bin")}
 
 
 def soak_prepare(folder, kills, seed):
@@ -63,11 +63,11 @@ def soak_prepare(folder, kills, seed):
     from test_prepare_fineweb import parquet, start, texts
 
     documents = texts(1200)
-    files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(documents[200 * i:200 * i + 200]) for i in range(6)}
+    files = {f"sample/10BT/{i:03d}.parquet": parquet(documents[200 * i:200 * i + 200]) for i in range(6)}
     with LocalHub(files) as hub:
         hub.misbehave("cdn", pause=0.8)
         environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
-        kill_and_compare(lambda out_dir: start(out_dir, environment, dataset="someone/some-texts", subset="sample/10BT"),
+        kill_and_compare(lambda out_dir: start(out_dir, environment, dataset="someone/some-texts"),
                          hashes, folder, kills, seed)
 
 
@@ -75,8 +75,8 @@ PARTS = {"prepare": soak_prepare}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=[[], *PARTS], help=f"of {', '.join(PARTS)}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
