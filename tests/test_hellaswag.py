@@ -84,6 +84,35 @@ def test_the_score_is_that_of_one_ending_at_a_time(style, block_size):
     assert (score["n"], score["broken"]) == (len(items), 0)
 
 
+@pytest.mark.parametrize("style", ["completion", "harness"])
+def test_the_score_is_that_of_lm_evaluation_harness_itself(style, tmp_path):
+    """Its own code on a local task. It is large, so it is not one of the tests' requirements."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs `pip install lm-eval[hf]`")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks.hellaswag.utils import process_docs
+
+    save_model(random_model(), tmp_path / "model")
+    path = write_jsonl(tmp_path / "items.jsonl", ITEMS)
+    task = {"task": "tiny_hellaswag", "dataset_path": "json", "validation_split": "validation",
+            "dataset_kwargs": {"data_files": {"validation": str(path)}},
+            "output_type": "multiple_choice", "doc_to_target": "{{label|int}}"}
+    if style == "harness":
+        task |= {"process_docs": process_docs, "doc_to_text": "{{query}}", "doc_to_choice": "choices"}
+    else:
+        task |= {"doc_to_text": "{{ctx}}", "doc_to_choice": "endings"}
+    judge = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=16)
+    results = lm_eval.simple_evaluate(judge, tasks=[task], log_samples=True, bootstrap_iters=0)
+    samples = sorted(results["samples"]["tiny_hellaswag"], key=lambda sample: sample["doc_id"])
+    losses = np.array([[-float(answer[0]) for answer in sample["filtered_resps"]] for sample in samples])
+    score = hellaswag.evaluate(random_model(), ITEMS, style=style)
+    assert np.abs(losses_of(score) - losses).max() < 2e-4
+    assert [row["choice"] for row in score["rows"]] == losses.argmin(1).tolist()
+    judged = results["results"]["tiny_hellaswag"]
+    assert score["acc"] == pytest.approx(judged["acc,none"])
+    if style == "harness":  # in the other style it would still divide by characters
+        assert score["acc_norm"] == pytest.approx(judged["acc_norm,none"])
+
+
 def test_block_size_24_does_crop_contexts():
     assert sum(len(encode(item["ctx"] + " " + item["endings"][0])) > 25 for item in ITEMS[::3]) > 5
 
@@ -181,23 +210,28 @@ def test_a_diverged_model_gives_one_line_not_a_score():
         hellaswag.evaluate(model, ITEMS[:5])
 
 
-def test_accuracy_rises_clearly_above_chance_while_the_tiny_world_is_learned():
-    items = [item for item in ITEMS if item["activity_label"] in ("Travel", "Education", "Sightseeing")]
+def test_accuracy_rises_clearly_above_chance_while_the_tiny_world_is_learned(monkeypatch):
+    """About countries only, and with a vocabulary of the words that occur: ten seconds of one core."""
+    activities = ("Travel", "Sightseeing", "Writing", "Education")
+    items = [item for item in ITEMS if item["activity_label"] in activities]
     texts = [text for text in world.documents() if "capital" in text and "Question" not in text]
-    model = random_model(seed=1).train()
-    model.apply(model.init_weights)
-    before = hellaswag.evaluate(model, items)["acc_norm"]
-    ids = torch.tensor([id for text in texts for id in [50256, *encode(text)]])
-    ids = ids[:len(ids) // 64 * 64].view(-1, 64)
+    spoken = texts + [part for item in items for end in item["endings"] for part in (item["ctx"], " " + end)]
+    known = {id: i for i, id in enumerate(sorted({id for text in spoken for id in encode(text)}))}
+    monkeypatch.setattr(hellaswag, "encode", lambda text: [known[id] for id in encode(text)])
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=128, n_layer=2, n_head=2, n_embd=64, vocab_size=len(known)))
+    ids = torch.tensor([id for text in texts for id in hellaswag.encode(text)])
+    rows = ids[:len(ids) // 64 * 64].view(-1, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
-    model.loss_chunk_rows = 256
-    for step in range(160):
-        tokens = ids[torch.arange(8) * 160 + step]
-        (model(tokens[:, :-1], tokens[:, 1:].contiguous()) / (8 * 63)).backward()
+    accuracy = []
+    for step in range(401):
+        if step % 200 == 0:
+            accuracy.append(hellaswag.evaluate(model, items)["acc_norm"])
+        tokens = rows[torch.randint(len(rows), (16,))]
+        (model(tokens[:, :-1], tokens[:, 1:].contiguous()) / (16 * 63)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    after = hellaswag.evaluate(model, items)["acc_norm"]
-    assert before < 0.45 and after > 0.45, (before, after)
+    assert accuracy[0] < 0.4 and accuracy[-1] > 0.5, accuracy
 
 
 # -----------------------------------------------------------------------------
@@ -316,12 +350,12 @@ def test_by_hand_a_refusing_host_gives_one_line_and_exit_code_1(tmp_path, monkey
 def test_by_hand_the_score_stands_beside_gpt2s_and_is_saved_question_by_question(tmp_path):
     save_model(random_model(), tmp_path / "model")
     saved = tmp_path / "rows" / "a.jsonl"
-    done = by_hand(f"--model={tmp_path / 'model'}", "--source=tiny", "--n=50", "--style=harness", "--device=cpu",
-                   f"--save={saved}")
+    done = by_hand(f"--model={tmp_path / 'model'}", "--source=tiny", "--n=50", "--style=harness",
+                   "--device=cpu", f"--save={saved}")
     assert done.returncode == 0, done.stderr
     score = hellaswag.evaluate(random_model(), ITEMS, n=50, style="harness")
-    for words in ("harness style", "50 questions", "0 broken", f"{score['acc']:.2%}", f"{score['acc_norm']:.2%}",
-                  f"{score['stderr']:.2%}", "per character", "28.92%", "31.14%"):
+    for words in ("harness style", "50 questions", "0 broken", f"{score['acc']:.2%}",
+                  f"{score['acc_norm']:.2%}", f"{score['stderr']:.2%}", "per character", "28.92%", "31.14%"):
         assert words in done.stdout, (words, done.stdout)
     rows = [json.loads(line) for line in saved.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 50
@@ -337,10 +371,11 @@ def train_in(monkeypatch):
     def run(folder, *words):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", [
-            "train.py", str(ROOT / "configs" / "tiny"), f"--data_dir={folder.parent / 'data'}", "--out_dir=out",
-            "--max_steps=6", "--tokens_per_step=256", "--micro_batch_size=4", "--block_size=64", "--n_layer=1",
-            "--n_head=2", "--n_embd=16", "--warmup_steps=1", "--eval_every=0", "--sample_every=0", "--save_every=0",
-            "--hellaswag_source=", "--device=cpu", *words])
+            "train.py", str(ROOT / "configs" / "tiny"), f"--data_dir={folder.parent / 'data'}",
+            "--out_dir=out", "--max_steps=6", "--tokens_per_step=256", "--micro_batch_size=4",
+            "--block_size=64", "--n_layer=1", "--n_head=2", "--n_embd=16", "--warmup_steps=1",
+            "--eval_every=0", "--sample_every=0", "--save_every=0", "--hellaswag_source=", "--device=cpu",
+            *words])
         with pytest.raises(SystemExit) as ended:
             train.main()
         assert not ended.value.code
@@ -354,7 +389,7 @@ def train_in(monkeypatch):
 
 
 def test_no_failure_of_the_host_changes_a_training_run(tmp_path, monkeypatch, train_in):
-    """Another failure at every evaluation. The last one succeeds, so each tried again."""
+    """Another failure at every evaluation. The last ones succeed, so each tried again."""
     import datasets
 
     answers = [ConnectionError("HTTP 451 Unavailable For Legal Reasons"), FileNotFoundError("404 Not Found"),
@@ -374,5 +409,5 @@ def test_no_failure_of_the_host_changes_a_training_run(tmp_path, monkeypatch, tr
     weights_with, log = train_in(tmp_path / "with", "--hellaswag_every=1")
     assert weights.keys() == weights_with.keys()
     assert all(torch.equal(weights[name], weights_with[name]) for name in weights)
-    assert [row["step"] for row in log if "HellaSwag" in str(row.get("warning"))][:1] == [1]
-    assert [row["step"] for row in log if "hellaswag" in row] == [6] and not answers
+    assert [row for row in log if "HellaSwag" in str(row.get("warning"))]
+    assert [row["n"] for row in log if "hellaswag" in row and row["step"] == 6] == [8] and not answers
