@@ -14,6 +14,7 @@ Takes   a day for the real thing (21 hours on the RTX 4090 of configs/story), th
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import gc
 import hashlib
@@ -125,7 +126,7 @@ class Rows:
         self.tokens = [prepare_fineweb.read_shard(path) for path in self.paths]
         counts = [max(0, (len(tokens) - 1) // block_size) for tokens in self.tokens]
         self.first = np.cumsum([0, *counts])  # the number of each shard's first row
-        self.dropped_tokens = sum(len(tokens) - 1 - n * block_size for tokens, n in zip(self.tokens, counts))
+        self.dropped_tokens = sum(max(0, len(tokens) - 1) for tokens in self.tokens) - sum(counts) * block_size
         if not len(self):
             raise UserError(f"{data_dir}: its {split} shards are shorter than one row of block_size = {block_size} tokens")
 
@@ -232,10 +233,9 @@ def make_optimizers(model, config):
     AdamW decays the matrices only: a gain or bias pulled towards zero would be a different network. With Muon the hidden
     matrices are its, and the embeddings, which are looked up and not multiplied, stay with AdamW, undecayed.
     """
-    named = list(model.named_parameters())
-    hidden = [p for name, p in named if p.ndim == 2 and ".h." in name]
-    embeddings = [p for name, p in named if p.ndim == 2 and ".h." not in name]
-    vectors = [p for _, p in named if p.ndim < 2]
+    hidden, embeddings, vectors = [], [], []
+    for name, p in model.named_parameters():
+        (vectors if p.ndim < 2 else hidden if ".h." in name else embeddings).append(p)
     adamw = functools.partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
     if config.optimizer == "muon":
         optimizers = [Muon(hidden, config.muon_lr, config.weight_decay, model.config.n_embd),
@@ -243,16 +243,14 @@ def make_optimizers(model, config):
     else:
         optimizers = [adamw([{"params": hidden + embeddings, "weight_decay": config.weight_decay},
                              {"params": vectors, "weight_decay": 0.0}])]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak_lr"] = group["lr"]
     return optimizers
 
 
 def set_lr(optimizers, factor):
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["peak_lr"] * factor
 
 
 class Muon(torch.optim.Optimizer):
@@ -346,12 +344,9 @@ def append_log(out_dir, row):
 def cut_log(out_dir, step):
     """Takes out of log.jsonl what a run resumed at `step` will do again: later steps, and what looks at the model at
     `step`, which comes after the save."""
-    path = Path(out_dir) / "log.jsonl"
-    if not path.exists():
-        return
-    kept = []
-    for row in curves.read_log(path):  # without the line that a crash cut short
-        done = row.get("step", math.inf) < step or (row.get("step") == step and ("loss" in row or "warning" in row))
+    path, kept = Path(out_dir) / "log.jsonl", []
+    for row in curves.read_log(path) if path.exists() else []:  # without the line that a crash cut short
+        done = row.get("step", math.inf) < step or (row.get("step") == step and {"loss", "warning"} & set(row))
         if row.get("event") == "start" or (done and "event" not in row):
             kept.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_text(path, "".join(kept))
@@ -369,10 +364,8 @@ def save_checkpoint(out_dir, state):
         if path.exists():
             os.replace(path, path.with_name("ckpt_prev.pt"))
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)  # half a file would only fill the disk further
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # half a file would only fill the disk further
 
 
 def load_checkpoint(out_dir):
@@ -384,12 +377,12 @@ def load_checkpoint(out_dir):
     for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            if not {"step", "settings", "data", "model", "optimizers"} <= set(state):
-                raise ValueError("it is no checkpoint of a run")
-            return state
+            if {"step", "settings", "data", "model", "optimizers"} <= set(state):
+                return state
+            problem = "it is no checkpoint of a run"
         except Exception as error:  # zip, pickle, end of file, disk: whatever the damage makes torch raise
-            say(f"warning: {path} is damaged ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
-                + (f"; going on from {paths[1]}" if path != paths[-1] else ""))
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        say(f"warning: {path} is damaged ({problem})")
         if path != paths[-1]:
             with contextlib.suppress(OSError):  # the next save must not put it in the place of the good one
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
@@ -436,8 +429,7 @@ def is_finished(config, step):
 def keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence, kind="base"):
     """Saves checkpoint and model folder at `step`; False, with a warning, if the disk does not let it."""
     if not all(bool(p.isfinite().all()) for p in model.parameters()):
-        raise UserError(f"the weights at step {step} are not finite; the checkpoint before is kept. Go on from it with a "
-                        "lower --lr")
+        raise UserError(f"the weights at step {step} are not finite; go on from the checkpoint before, with a lower --lr")
     try:
         save_checkpoint(config.out_dir, {
             "step": step, "settings": dataclasses.asdict(config), "data": fingerprint, "model": model.state_dict(),
@@ -473,13 +465,13 @@ class StopSignals:
             self.watch_console()
 
     def handle(self, number, frame=None):
-        now_s, world = time.monotonic(), int(os.environ.get("WORLD_SIZE", "1"))
+        repeated_s, alone = time.monotonic() - self.came_s, os.environ.get("WORLD_SIZE", "1") == "1"
+        if self.signal and (alone or repeated_s > 3):  # torchrun repeats what the terminal has sent to all already
+            os._exit(128 + number)
         if self.signal:
-            if world == 1 or now_s > self.came_s + 3:  # torchrun passes on what the terminal has sent to all already
-                os._exit(128 + number)
             return
-        self.signal, self.came_s = number, now_s
-        self.hurry = self.hurry or number == getattr(signal, "SIGHUP", None)
+        self.signal, self.came_s = number, time.monotonic()
+        self.hurry = alone and (self.hurry or number == getattr(signal, "SIGHUP", None))
         say("\nstopping at the next safe moment (once more leaves at once)")
         if self.raises:
             raise KeyboardInterrupt
@@ -566,23 +558,21 @@ class Watch:
 
     def remarks(self, loss, tok_per_s):
         """The warnings that this step gives rise to; about speed and memory once in a run."""
-        out, usual = [], statistics.median(self.losses) if len(self.losses) >= 20 else math.inf
-        if loss > usual + 1:
-            out.append(f"loss {loss:.2f} jumped above {usual:.2f}, the median of the last {len(self.losses)} steps; it usually "
-                       "comes back by itself, else the learning rate is too high")
+        usual = statistics.median(self.losses) if len(self.losses) >= 20 else math.inf
         self.losses = [*self.losses, loss][-50:] if math.isfinite(loss) else self.losses
         self.rates = [*self.rates, tok_per_s][-60:]
-        before, now = self.rates[:-10], statistics.median(self.rates[-10:])
-        if len(before) >= 10 and now < statistics.median(before) / 2 and "speed" not in self.told:
-            self.told.add("speed")
-            out.append(f"{now:,.0f} tokens/s is less than half of what it was: another program on the GPU, a laptop on "
-                       "battery, or (Windows) GPU memory spilling into the system's")
+        before, now = statistics.median(self.rates[:-10] or [0]), statistics.median(self.rates[-10:])
         used = memory_share(self.device) if len(self.rates) == 3 else 0.0
-        if used > 0.92 and "memory" not in self.told:
-            self.told.add("memory")
-            out.append(f"{used:.0%} of the GPU's memory is in use; on Windows the driver then uses the system's, ten times "
-                       "slower, instead of failing. A smaller --micro_batch_size is safe and changes no result")
-        return out
+        found = {
+            "loss": loss > usual + 1 and f"loss {loss:.2f} jumped above {usual:.2f}, the median of the steps before; it usually "
+            "comes back by itself, else the learning rate is too high",
+            "speed": len(self.rates) >= 20 and now < before / 2 and f"{now:,.0f} tokens/s is less than half of what it was: "
+            "another program on the GPU, a laptop on battery, or (Windows) GPU memory spilling into the system's",
+            "memory": used > 0.92 and f"{used:.0%} of the GPU's memory is in use; on Windows the driver then uses the system's, "
+            "ten times slower, instead of failing. A smaller --micro_batch_size is safe and changes no result"}
+        new = [name for name, text in found.items() if text and name not in self.told]
+        self.told |= {*new} - {"loss"}
+        return [found[name] for name in new]
 
     def time_left(self, steps, tokens_per_step):
         seconds = steps * tokens_per_step / statistics.median(self.rates)
@@ -594,27 +584,21 @@ class Watch:
 
 
 def start_process(config):
-    """(device, rank, world size) of this process, after what must be set before the first tensor."""
+    """(device, rank, world size) of this process. Under torchrun the processes find each other; one alone initialises
+    nothing."""
     keep_freed_memory()
     if sys.platform == "linux":  # less fragmentation; Windows' PyTorch warns that it cannot
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.set_float32_matmul_precision("high")
-    device, local_rank = pick_device(config.device), os.environ.get("LOCAL_RANK")
-    if device.type == "cuda" and local_rank and os.environ.get("WORLD_SIZE", "1") != "1":
-        device = pick_device(f"cuda:{local_rank}")
-        torch.cuda.set_device(device)
-    return device, *join_processes(device)
-
-
-def join_processes(device=None):
-    """(rank, world size). Under torchrun the processes find each other; a single one initialises nothing."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    device, world = pick_device(config.device), int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        return 0, 1
-    import datetime
-    on_cuda = device.type == "cuda" if device else torch.cuda.is_available()
-    torch.distributed.init_process_group("nccl" if on_cuda else "gloo", timeout=datetime.timedelta(hours=1))
-    return torch.distributed.get_rank(), world  # an hour: the others wait while rank 0 evaluates
+        return device, 0, 1
+    if device.type == "cuda":
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+    hour = datetime.timedelta(hours=1)  # the others wait while rank 0 evaluates
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=hour)
+    return device, torch.distributed.get_rank(), world
 
 
 def add_up(tensors):
@@ -624,6 +608,14 @@ def add_up(tensors):
             work.wait()
     except RuntimeError as error:
         raise UserError(f"another of the processes has ended, and says why ({str(error).splitlines()[0][:100]})") from None
+
+
+def agree_on_step(step, device, world):
+    """Raises UserError if the processes found different checkpoints. It is also where they wait for each other."""
+    total = torch.tensor(float(step), device=device)
+    add_up([total])
+    if total.item() != step * world:
+        raise UserError("the processes see different checkpoints: out_dir must be on a disk that all of them share")
 
 
 def autocast(device, dtype):
@@ -693,8 +685,7 @@ def out_of_memory_advice(config, micro, device):
         where += f", peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB of {total_gb:.1f}"
     if micro > 1:
         smaller = max(n for n in range(1, micro // 2 + 1) if micro % n == 0)
-        return (f"{where}; --micro_batch_size={smaller} needs about {smaller / micro:.0%} of the activations, and as "
-                "tokens_per_step stays, so does the result")
+        return f"{where}; --micro_batch_size={smaller} needs less, and as tokens_per_step stays, so does the result"
     if not config.loss_chunk_rows:
         return f"{where}; --loss_chunk_rows=512 keeps the logits small without changing the result"
     return f"{where}; the model does not fit: lower block_size or n_layer, or close other programs on the GPU"
@@ -755,12 +746,11 @@ def write_samples(model, config, step):
         ids = generate(model, encode(prompt), config.sample_tokens, temperature=config.sample_temperature, top_k=50,
                        seed=config.seed)
         append_log(config.out_dir, {"step": step, "prompt": prompt, "sample": decode(ids)})
-    samples = [row for row in curves.read_log(config.out_dir) if "sample" in row]
-    text = "# What the model writes, as it learns\n"
+    text, log = "# What the model writes, as it learns\n", curves.read_log(config.out_dir)
     for prompt in config.prompts:
         text += f"\n## {prompt}\n"
-        for row in samples:
-            if row["prompt"] == prompt:
+        for row in log:
+            if row.get("prompt") == prompt:
                 quoted = (prompt + row["sample"]).strip().replace("\n", "\n> ")
                 text += f"\n**step {row['step']:,}**\n\n> {quoted}\n"
     write_text(Path(config.out_dir) / "samples.md", text)
@@ -1013,9 +1003,9 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
                 micro_loss = model(tokens, targets) / config.tokens_per_step
                 scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()  # no .item(): the CPU would wait for the GPU
-                if stop.hurry and world == 1:
+                if stop.hurry:
                     break
-        if stop.hurry and world == 1:  # the system is about to end us: give up this step, save the last whole one
+        if stop.hurry:  # the system is about to end us: give up this step, save the last whole one
             model.zero_grad(set_to_none=True)
             continue
         wants_stop = torch.tensor(float(bool(stop.signal)), device=device)
@@ -1053,12 +1043,7 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
     return last_words(config, step, trained_s, stop) if master else 0
 
 
-def agree_on_step(step, device, world):
-    """Raises UserError if the processes found different checkpoints. It is also where they wait for each other."""
-    total = torch.tensor(float(step), device=device)
-    add_up([total])
-    if total.item() != step * world:
-        raise UserError("the processes see different checkpoints: out_dir must be on a disk that all of them share")
+
 
 
 def run_training(config, stop):

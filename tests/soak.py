@@ -1,6 +1,7 @@
 """Kills a stage with SIGKILL at many moments, lets it finish, and compares with the run that was left alone.
 
-    python tests/soak.py prepare        over a slow local hub; about 10 minutes on two quiet cores
+    python tests/soak.py prepare            over a slow local hub; about 10 minutes on two quiet cores
+    python tests/soak.py train --kills=50   a small model with dropout and Muon; about 15 minutes
 
 Run by hand; the suite kills a few times, too. There are 30 seeded moments, one in each 30th of the run, and
 every second run is killed once more while it goes on.
@@ -31,7 +32,7 @@ def kill_and_compare(start, result, folder, kills, seed):
     finish(start(folder / "unbroken"))
     whole_s = time.monotonic() - start_s
     expected = result(folder / "unbroken")
-    print(f"unbroken  {whole_s:.1f} s, {len(expected)} files")
+    print(f"unbroken  {whole_s:.1f} s, {len(expected)} parts")
     for kill in range(kills):
         moments_s = [whole_s * (kill + rng.random()) / kills] + [whole_s * rng.random()] * (kill % 2)
         alive = []
@@ -45,7 +46,7 @@ def kill_and_compare(start, result, folder, kills, seed):
         finish(start(folder / f"{kill}"))
         assert result(folder / f"{kill}") == expected, f"kill {kill} at {moments_s} gave other bytes"
         print(f"kill {kill + 1:>3}  at {' and '.join(f'{moment_s:.2f} s' for moment_s in moments_s)}: "
-              f"{done} of {len(expected)} files there, {'' if all(alive) else 'one run had ended already, '}"
+              f"{done} of {len(expected)} parts there, {'' if all(alive) else 'one run had ended already, '}"
               f"then the same bytes", flush=True)
 
 
@@ -71,7 +72,34 @@ def soak_prepare(folder, kills, seed):
                          hashes, folder, kills, seed)
 
 
-PARTS = {"prepare": soak_prepare}
+def soak_train(folder, kills, seed):
+    import subprocess
+
+    import torch
+    from test_train import history, make_data, state, words
+
+    (folder / "data").mkdir()
+    data = make_data(folder / "data")
+
+    def start(out_dir):
+        settings = words(data, out_dir, optimizer="muon", dropout=0.1, max_steps=150, save_every=11, eval_every=10,
+                         sample_every=15, hellaswag_every=15)
+        return subprocess.Popen([sys.executable, str(ROOT / "train.py"), *settings], stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True)
+
+    def result(out_dir):
+        """Every bit of the last checkpoint, and the log but for times and restarts."""
+        if not (out_dir / "ckpt.pt").exists():
+            return {}
+        saved, bits = state(out_dir), {}
+        for i, tensor in enumerate(torch.utils._pytree.tree_leaves([saved["model"], saved["optimizers"]])):
+            bits[i] = hashlib.sha256(tensor.numpy().tobytes()).digest() if torch.is_tensor(tensor) else tensor
+        return {**bits, **{f"log {i}": row for i, row in enumerate(history(out_dir))}}
+
+    kill_and_compare(start, result, folder, kills, seed)
+
+
+PARTS = {"prepare": soak_prepare, "train": soak_train}
 
 
 def main():
