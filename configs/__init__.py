@@ -2,9 +2,9 @@
 
     python train.py [overlay ...] [--key=value ...]
 
-`configs/train.toml` is read first and is complete: every setting, with the reason for its value. An overlay is a .toml
-file, or a folder, which means the file with the script's name in it (`configs/tiny` -> `configs/tiny/train.toml`).
-Later wins. The dataclass holds types and nothing else, so no value is written twice, and a config file never runs code.
+`configs/train.toml` is read first and is complete: every setting, with the reason for its value. An overlay
+is a .toml file, or a folder, which means the file with the script's name in it (`configs/tiny/train.toml`).
+Later wins. The dataclass holds only types, so no value is written twice, and a config file never runs code.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ def load(Config, script, argv=None):
 
     argv  the words after the script's name; None takes them from the command line
 
-    Prints the commented base file and exits for --help. Raises UserError for an unknown name (with the nearest one),
-    a value of the wrong type, and a file that is missing or is not TOML.
+    Prints the commented base file and exits for --help. Raises UserError for an unknown name (with the
+    nearest), a value of the wrong type, and a file that is missing or is not TOML.
     """
     overlays, options = split_command_line(Config, sys.argv[1:] if argv is None else argv)
     base = FOLDER / f"{script}.toml"
@@ -54,7 +54,7 @@ def save(config, path):
     """Writes the resolved settings to `path` as TOML; `python train.py <path>` repeats the run."""
     lines = []
     for name, value in dataclasses.asdict(config).items():
-        # TOML's basic strings, numbers, booleans and arrays are JSON's, but for DEL, which TOML wants escaped.
+        # TOML's basic strings, numbers, booleans and arrays are JSON's, but for DEL, which TOML wants escaped
         lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f"))
     write_text(path, "".join(lines))
 
@@ -71,10 +71,10 @@ def write_text(path, text):
 
 
 def run(main):
-    """Calls a script's main(): what a user can cause ends in one line and exit code 1, everything else in a traceback."""
+    """Calls a script's main(): what a user can cause ends in one line and code 1, a bug in a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a console that cannot print a character must not stop a run
+            stream.reconfigure(errors="replace")  # not every console can print every character
     try:
         main()
         sys.stdout.flush()
@@ -88,7 +88,7 @@ def run(main):
         sys.exit(1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def split_command_line(Config, words):
@@ -133,13 +133,13 @@ def find_overlay(name, script):
         found = ", ".join(sorted(p.name for p in path.glob("*.toml"))) or "no .toml file"
         raise UserError(f"{name} has no {script}.toml (it holds {found}); a setting is written --key=value")
     overlays = ", ".join(sorted(f"configs/{p.parent.name}" for p in FOLDER.glob(f"*/{script}.toml")))
-    raise UserError(f"{name} is neither a .toml file nor a folder with {script}.toml; there are {overlays or 'none'}; "
-                    f"a setting is written --key=value")
+    raise UserError(f"{name} is neither a .toml file nor a folder with {script}.toml (there are "
+                    f"{overlays or 'none'}); a setting is written --key=value")
 
 
 def read_toml(path):
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # -sig: Notepad may write a byte order mark
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Notepad may write a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     except OSError as error:
@@ -162,7 +162,7 @@ def parse(Config, name, value, where):
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     try:
         if kind == list[str]:
-            value = value.split(",") if isinstance(value, str) else value
+            value = value.split(",") if isinstance(value, str) and value else value
             return [str(item) for item in value]
         if choices:
             return {str(choice).lower(): choice for choice in choices}[text.lower()]
@@ -178,6 +178,6 @@ def parse(Config, name, value, where):
         # int(text) first: a seed above 2**53 has no exact float
         return number if kind is float else int(text) if text.lstrip("+-").isdigit() else int(number)
     except (KeyError, ValueError, OverflowError, TypeError):
-        wanted = " or ".join(str(choice).lower() for choice in choices) or {
-            bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(kind, "a list of texts")
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        wanted = " or ".join(str(choice).lower() for choice in choices) or names.get(kind, "a list")
         raise UserError(f"{f'{where}: ' if where else ''}{name} = {value!r} must be {wanted}") from None
