@@ -257,14 +257,15 @@ def standard_error(share, n):
 def ending_losses(model, rows, n_slots, max_tokens=0, progress=False):
     """Each ending's loss in nats, summed over its tokens: a float64 array of n_slots.
 
-    In fp32, whatever precision the caller trains in: bf16 logits make ties of close endings. Nor
-    compiled, whether the caller's model is or not: every batch has a shape of its own.
+    In real fp32, whatever the caller trains in: bf16 logits make ties of close endings. And never compiled,
+    because every batch has a shape of its own: model.hidden() is a plain call even if model() is compiled.
     """
     max_tokens = max_tokens or (16384 if model.device.type == "cuda" else 512)
     weight, chunk = model.transformer.wte.weight.float(), max(512, max_tokens // 8)
     losses, slots = [], []
-    was_training = model.training
+    was_training, precision = model.training, torch.get_float32_matmul_precision()
     model.eval()
+    torch.set_float32_matmul_precision("highest")  # training allows TF32
     try:
         with torch.autocast(model.device.type, enabled=False):
             for batch, done in batches(rows, max_tokens):
@@ -278,17 +279,18 @@ def ending_losses(model, rows, n_slots, max_tokens=0, progress=False):
                     print(f"\r{done:7,} of {len(rows):,}", end="", file=sys.stderr, flush=True)
     finally:
         model.train(was_training)
+        torch.set_float32_matmul_precision(precision)
         if progress:
             print("\r" + " " * 20, end="\r", file=sys.stderr, flush=True)
     if not slots:
         return np.zeros(n_slots)
-    # the only transfer: before it a GPU never waits for Python
-    return np.bincount(torch.cat(slots).cpu(), weights=torch.cat(losses).double().cpu(), minlength=n_slots)
+    # nothing comes back from the GPU before this, so that it never waits for Python
+    return np.bincount(torch.cat(slots).cpu(), weights=torch.cat(losses).cpu(), minlength=n_slots)
 
 
 def token_losses(logits, ids):
-    """-ln of the probability that each row of `logits` (N, V) gives to its id (N,). Overwrites the logits, which are
-    the largest tensor of all: cross_entropy's copy of them would be the second largest."""
+    """-ln of the probability that each row of `logits` (N, V) gives to its id (N,), in place: the logits are
+    the largest tensor of all, and cross_entropy would make a copy of them."""
     picked, highest = logits.gather(1, ids[:, None]), logits.amax(1, keepdim=True)
     return (logits.sub_(highest).exp_().sum(1, keepdim=True).log() + highest - picked)[:, 0]
 
