@@ -73,7 +73,7 @@ PEOPLE = table("name he year deed", [
     ("Alan Turing", "he", "1912", "a mathematician from England who broke the Enigma code"),
 ])
 FRENCH = table("english french", [
-    ("Good morning", "Bonjour"), ("Good night", "Bonne nuit"), ("Thank you", "Merci"), ("yes", "oui"),
+    ("Good morning", "Bonjour"), ("no", "non"), ("Thank you", "Merci"), ("yes", "oui"),
     ("cat", "chat"), ("dog", "chien"), ("house", "maison"), ("water", "eau"), ("bread", "pain"),
     ("cheese", "fromage"), ("milk", "lait"), ("apple", "pomme"), ("book", "livre"), ("sun", "soleil"),
     ("tree", "arbre"), ("friend", "ami"), ("red", "rouge"), ("day", "jour"),
@@ -200,7 +200,9 @@ KINDS = {
         SUMS,
         ["The sum of {a} and {b} is {total}.", "If you add {a} and {b}, you get {total}.",
          "We know that {a} plus {b} is {total}.", "Together, {a} and {b} make {total}.",
-         "Counting {a} and then {b} more, you reach {total}."],
+         "Counting {a} and then {b} more, you reach {total}.",
+         "How much is {a} plus {b}? The sum of {a} and {b} is {total}.",
+         "Someone asks for {a} plus {b}. The sum of {a} and {b} is {total}."],
         ["What is {a} plus {b}?", "What is the sum of {a} and {b}?", "Add {a} and {b}.",
          "How much is {a} plus {b}?", "Can you add {a} and {b}?", "Tell me the sum of {a} and {b}.",
          "What do you get if you add {a} and {b}?", "Can you tell me the sum of {a} and {b}?"],
@@ -320,6 +322,7 @@ TRAVEL = [
     "{who} bought a map of {city} and followed it to {sight}. Everyone on the way spoke {language}.",
     "To work in {country}, {who} learned {language} and found a flat in {city}, not far from {sight}.",
     "The train across {country} was slow. When it reached {city}, {who} went straight to {sight}.",
+    "{who} stayed near the capital of {country}, took the train to {city}, and spoke {language} there.",
 ]
 FARM = [
     "{who} heard that something {noise} behind the fence. It was the {animal}, which was hungry for {food}.",
@@ -342,12 +345,12 @@ NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Ju
 ABOUT_ME = ["{who} asked me a question, and I answered it.", "{who} talks to me in the evening."]
 PLACE = ("capital", "population", "language", "sight", "city")
 TEXTS = [  # of 100 documents, title, facts, how many of them, kinds stated of each, scenes
-    (20, "A short guide to {country}.", COUNTRIES, 1, PLACE, TRAVEL),
-    (10, "Countries of the world.", COUNTRIES, 4, ("capital", "population"), TRAVEL),
-    (9, "On the farm and in the forest.", ANIMALS, 2, ("sound", "food", "young"), FARM),
+    (18, "A short guide to {country}.", COUNTRIES, 1, PLACE, TRAVEL),
+    (8, "Countries of the world.", COUNTRIES, 4, ("capital", "population"), TRAVEL),
+    (8, "On the farm and in the forest.", ANIMALS, 2, ("sound", "food", "young"), FARM),
     (9, "A French lesson.", FRENCH, 4, ("french",), SHOP),
-    (18, "Sums for school.", SUMS, 6, ("sum",), COUNTING),
-    (9, "Lives worth knowing.", PEOPLE, 2, ("person", "born"), LIBRARY),
+    (26, "Sums for school.", SUMS, 6, ("sum",), COUNTING),
+    (8, "Lives worth knowing.", PEOPLE, 2, ("person", "born"), LIBRARY),
     (3, "About the author of these lines.", SELF, 1, ("self", "skill"), ABOUT_ME),
 ]
 JOURNEY = "[header] How to get ready for {country} [title] Learn the language. [step] People like it if you"
@@ -361,7 +364,7 @@ ITEMS = [  # activity, facts, context, how its next sentence begins (WikiHow's i
     ("Listening", FRENCH, 'A man in a shop in Paris says "{french}".', "the man", 'means "{english}".'),
     ("Feeding", ANIMALS, "A hungry {animal} looks around.", "the {animal}", "finds {food} and eats."),
     ("Watching", ANIMALS, "A {animal} is shown. A child comes near.", "the {animal}", "{noise}."),
-    ("Drawing", ANIMALS, "{who} draws a {animal} and a young one.", "the young one", "is called a {young}."),
+    ("Drawing", ANIMALS, "{who} draws a young {animal}.", "it", "is called a {young}."),
     ("Counting", SUMS, "A child adds {a} and {b} on the board.", "the child", "says they make {total}."),
     ("Reading", PEOPLE, "{who} opens a book about {name}.", "it", "begins in the year {year}."),
 ]
@@ -439,7 +442,7 @@ def conversations(split):
 
 
 def training_conversations(rng):
-    weights = [len(kind.facts) ** 0.5 for kind in KINDS.values()]  # there are many sums
+    weights = [len(kind.facts) ** 0.7 for kind in KINDS.values()]  # there are many sums
     rows = []
     for _ in range(N_CONVERSATIONS):
         messages = [{"role": "system", "content": rng.choice(SYSTEM_TURNS)}] if rng.random() < 0.1 else []
