@@ -130,7 +130,10 @@ def download(path):
     """Fetches the validation split from the hub, keeps it as the parquet file `path`, and returns that."""
     try:
         import datasets
+        import huggingface_hub
 
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:  # a host that hangs would hold up training for minutes
+            huggingface_hub.HfApi().dataset_info(DATASET, timeout=10)
         data = datasets.load_dataset(DATASET, split="validation")
         if not any(usable(row) for row in data.select(range(min(len(data), 10)))):
             raise ValueError(f"what came has no questions: {len(data)} rows")  # keeping it would be for ever

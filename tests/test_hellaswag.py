@@ -346,8 +346,9 @@ def test_by_hand_a_refusing_host_gives_one_line_and_exit_code_1(tmp_path, monkey
                    HF_HOME=str(tmp_path / "hf"))
     server.shutdown()
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: HellaSwag cannot be fetched") and "validation.parquet" in last
+    assert len(done.stderr.strip().splitlines()) == 1
+    for words in ("error: HellaSwag cannot be fetched", "451", "put the parquet file", "validation.parquet"):
+        assert words in done.stderr
 
 
 def test_by_hand_the_score_stands_beside_gpt2s_and_is_saved_question_by_question(tmp_path):
