@@ -212,7 +212,7 @@ KINDS = {
     "french": Kind(
         FRENCH,
         ['In French, "{english}" is "{french}".', 'The French for "{english}" is "{french}".',
-         'Someone from Paris says "{french}" for "{english}".',
+         'French people say "{french}" for "{english}".',
          'When the French say "{french}", they mean "{english}".'],
         ['Translate "{english}" into French.', 'How do you say "{english}" in French?',
          'What is "{english}" in French?', 'What is the French for "{english}"?',
@@ -361,7 +361,7 @@ ITEMS = [  # activity, facts, context, how its next sentence begins (WikiHow's i
     ("Writing", COUNTRIES, "{who} counts the people in {country}.", "the answer", "is {population}."),
     ("Education", COUNTRIES, JOURNEY, "", "speak some {language}."),
     ("Shopping", FRENCH, WORD, "", '"{french}".'),
-    ("Listening", FRENCH, 'A man in a shop in Paris says "{french}".', "the man", 'means "{english}".'),
+    ("Listening", FRENCH, 'A man in a French shop says "{french}".', "the man", 'means "{english}".'),
     ("Feeding", ANIMALS, "A hungry {animal} looks around.", "the {animal}", "finds {food} and eats."),
     ("Watching", ANIMALS, "A {animal} is shown. A child comes near.", "the {animal}", "{noise}."),
     ("Drawing", ANIMALS, "{who} draws a young {animal}.", "it", "is called a {young}."),
