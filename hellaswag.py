@@ -132,7 +132,7 @@ def download(path):
         import datasets
         import huggingface_hub
 
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:  # a host that hangs would hold up training for minutes
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:  # a hanging host would cost minutes
             huggingface_hub.HfApi().dataset_info(DATASET, timeout=10)
         data = datasets.load_dataset(DATASET, split="validation")
         if not any(usable(row) for row in data.select(range(min(len(data), 10)))):
