@@ -47,6 +47,7 @@ from model import (
     pick_dtype,
     question_prompt,
     render_chat,
+    summed_loss,
     supervised,
 )
 from prepare_fineweb import map_in_order, read_meta, read_shard, shards, write_shard
@@ -378,6 +379,19 @@ def read_batch(split, rows, width, height, device):
     return [tensor.to(device, non_blocking=True) for tensor in pair]
 
 
+def loss_of(model, tokens, targets):
+    """model(tokens, targets), the summed loss.
+
+    In eager mode on a CPU the head is left out where there is no target, more than half of the positions: it is
+    most of a small model's work. A compiled model needs its fixed shapes, and a GPU should not wait for a count.
+    """
+    if tokens.device.type != "cpu" or model._compiled_call_impl:
+        return model(tokens, targets)
+    counts = targets >= 0
+    return summed_loss(model.hidden(tokens)[counts], model.transformer["wte"].weight, targets[counts],
+                       model.loss_chunk_rows)
+
+
 def useful_share(split, widths, config):
     """The share of an epoch's batches that is conversation, not padding."""
     batches = micro_batches(make_groups(split, widths, config, 1), config)
@@ -611,7 +625,7 @@ def make_plan(config, model, data, groups, device, dtype):
         start_s = time.perf_counter()
         for batch in micro_batches(groups[step * k:(step + 1) * k], config):
             with train.autocast(device, dtype):
-                loss = model.forward(*read_batch(data, *batch, device))
+                loss = loss_of(model, *read_batch(data, *batch, device))
             loss.backward()
             loss.item()  # waits for the device
         times_s.append(time.perf_counter() - start_s)
@@ -699,7 +713,7 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
         loss = torch.zeros((), device=device)
         with train.autocast(device, dtype):
             for batch in batches[rank::world]:
-                micro_loss = model(*read_batch(data, *batch, device)) / n_supervised
+                micro_loss = loss_of(model, *read_batch(data, *batch, device)) / n_supervised
                 scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()  # no .item(): the CPU would wait for the GPU
                 if stop.hurry and world == 1:
