@@ -30,7 +30,7 @@ def examine(talk, conversation):
 
 def main(model="out/tiny_sft/model", base="out/tiny/model"):
     config = load(chat.Config, "chat", ["configs/tiny", f"--model={model}"])
-    talk = chat.Chat(chat.open_model(model, config), config)
+    talk = chat.Chat(chat.open_model(model, config)[0], config)
     marks = defaultdict(list)
     for conversation in world.conversations("test"):
         right, ended = examine(talk, conversation)
@@ -39,7 +39,7 @@ def main(model="out/tiny_sft/model", base="out/tiny/model"):
         marks["ended"].append(ended)
         if kind == "facts":
             marks["  " + conversation["source"]].append(right)
-    talk = chat.Chat(chat.open_model(base, config), config)
+    talk = chat.Chat(chat.open_model(base, config)[0], config)
     base_ended = [examine(talk, conversation)[1] for conversation in world.conversations("test")[::20]]
 
     for kind, results in sorted(marks.items()):
