@@ -382,8 +382,8 @@ def read_batch(split, rows, width, height, device):
 def loss_of(model, tokens, targets):
     """model(tokens, targets), the summed loss.
 
-    In eager mode on a CPU the head is left out where there is no target, more than half of the positions: it is
-    most of a small model's work. A compiled model needs its fixed shapes, and a GPU should not wait for a count.
+    In eager mode on a CPU the head is left out where there is no target, at more than half of the positions:
+    it is most of a small model's work. A compiled model needs fixed shapes, and a GPU no wait for a count.
     """
     if tokens.device.type != "cpu" or model._compiled_call_impl:
         return model(tokens, targets)
