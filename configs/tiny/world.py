@@ -345,11 +345,11 @@ NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Ju
 ABOUT_ME = ["{who} asked me a question, and I answered it.", "{who} talks to me in the evening."]
 PLACE = ("capital", "population", "language", "sight", "city")
 TEXTS = [  # of 100 documents, title, facts, how many of them, kinds stated of each, scenes
-    (18, "A short guide to {country}.", COUNTRIES, 1, PLACE, TRAVEL),
-    (8, "Countries of the world.", COUNTRIES, 4, ("capital", "population"), TRAVEL),
+    (22, "A short guide to {country}.", COUNTRIES, 1, PLACE, TRAVEL),
+    (16, "Countries of the world.", COUNTRIES, 4, ("capital", "population"), TRAVEL),
     (8, "On the farm and in the forest.", ANIMALS, 2, ("sound", "food", "young"), FARM),
     (9, "A French lesson.", FRENCH, 4, ("french",), SHOP),
-    (26, "Sums for school.", SUMS, 6, ("sum",), COUNTING),
+    (14, "Sums for school.", SUMS, 6, ("sum",), COUNTING),
     (8, "Lives worth knowing.", PEOPLE, 2, ("person", "born"), LIBRARY),
     (3, "About the author of these lines.", SELF, 1, ("self", "skill"), ABOUT_ME),
 ]
