@@ -527,7 +527,7 @@ def test_settings_that_cannot_be_get_one_line_that_says_what_can(tmp_path, base,
     for options, message in (
             (["--tokens_per_step=500"], "nearest is tokens_per_step = 512"),
             (["--groups_per_step=0"], "at least 1"),
-            (["--block_size=65"], "at most 64"), (["--init_from=nowhere/at/all"], "not a model folder"),
+            (["--block_size=65"], "at most 64"), (["--init_from=nowhere/at/all"], "holds no model"),
             (["--epochs=0", "--max_steps=0"], "how long to train"), (["--source=a/b/c"], "cannot be loaded")):
         monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", *options)])
         with pytest.raises(UserError, match=message):
