@@ -63,7 +63,7 @@ def write_text(path, text):
     """Writes a text file so that a crash leaves the old file or the new one, never half of one."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", newline="\n") as file:  # the same bytes on Windows
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
