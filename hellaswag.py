@@ -365,8 +365,11 @@ def main():
     print(f"{'GPT-2 124M':{width}}  {acc:.2%}            {acc_norm:.2%}            of all 10,042, published")
     if config.save:
         path = Path(config.save)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        configs.write_text(path, "".join(json.dumps(row) + "\n" for row in score["rows"]))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            configs.write_text(path, "".join(json.dumps(row) + "\n" for row in score["rows"]))
+        except OSError as error:
+            raise UserError(f"save = {path} cannot be written: {error.strerror}") from None
         print(f"wrote {path}")
 
 
