@@ -11,7 +11,8 @@ Writes  out_dir: <name>_val_000000.bin, <name>_train_000001.bin, ... of 100M tok
     python prepare_fineweb.py --show                          what a shard looks like, token by token
     python prepare_fineweb.py --verify                        reads every byte of every shard once more
 
-Time: about 4M tokens per second and core, or what the line carries (28.5 GB at 100 MB/s: 5 minutes).
+Time: 5.1M tokens a second on two cores (measured on 30M tokens), or what the line carries (28.5 GB at
+100 MB/s: 5 minutes).
 """
 
 import contextlib
@@ -616,7 +617,7 @@ def in_child(function, args, environment, watch, stop):
                 raise DownloadError("stopped")
             elif time.monotonic() - heard_s > STALL_S:
                 raise DownloadError(f"nothing came for {STALL_S:.0f} seconds")
-    except EOFError:
+    except (EOFError, BrokenPipeError):  # the second from poll() on Windows
         raise DownloadError("the downloading process died; is the memory full?") from None
     finally:
         process.kill()
@@ -992,8 +993,9 @@ def verify(config):
     from model import VOCAB_SIZE
 
     folder = Path(config.out_dir)
-    known = read_meta(folder)["shards"] if (folder / "meta.json").exists() else []
-    known = {shard["name"]: shard["sha256"] for shard in known}
+    meta = read_meta(folder) if (folder / "meta.json").exists() else {}
+    # sft.py's shards have no hashes
+    known = {shard["name"]: shard["sha256"] for shard in meta.get("shards", []) if isinstance(shard, dict)}
     names = sorted(set(known) | {path.name for path in folder.glob("*.bin")})
     if not names:
         raise UserError(f"there are no shards in {folder}")
