@@ -764,7 +764,7 @@ def run_tuning(config, stop):
     check_settings(config)
     train.refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, _ = pick_dtype(device, training=True, name=config.dtype)
-    lock = train.lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - to the end
+    lock = train.lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - kept
     if rank == 0:
         prepare(config)
     if world > 1:

@@ -1,14 +1,14 @@
 """Trains GPT-2 from nothing (or from a model folder) on token shards, and resumes by itself.
 
     python train.py                      the real thing: FineWeb-Edu in data/fineweb_edu, on one GPU
-    python train.py configs/tiny         the whole story in minutes on a laptop's CPU, with nothing to download
+    python train.py configs/tiny         the whole story in minutes on a laptop's CPU, nothing to download
     python train.py configs/story        the run that this project repeats, setting by setting
-    python train.py --plan --hours=20    what it will need, measured here, and the steps that fit; trains nothing
+    python train.py --plan --hours=20    what it will need, measured here, and the steps that fit; no training
     torchrun --nproc_per_node=2 train.py several GPUs: the same batches, the same result
 
 Reads   data_dir/*.bin (prepare_fineweb.py makes them), and its own out_dir to go on where it stopped.
-Writes  out_dir/: ckpt.pt and ckpt_prev.pt to resume from, model/ (a Hugging Face folder), log.jsonl, samples.md,
-        curves.png, config.toml.
+Writes  out_dir/: ckpt.pt and ckpt_prev.pt to resume from, model/ (a Hugging Face folder), log.jsonl,
+        samples.md, curves.png, config.toml.
 Takes   a day for the real thing (21 hours on the RTX 4090 of configs/story), three minutes for configs/tiny.
 """
 
@@ -109,15 +109,15 @@ RETRY_SAVE_STEPS = 20  # after a save that failed
 BIGGEST_ON_CPU = 50e6  # weights; 124M on a CPU takes months, so it must be asked for by name
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Data: batches are a function of the step number
 
 
 class Rows:
     """The rows of a split: row i of a shard is tokens[i*T : i*T + T + 1], numbered across all shards.
 
-    Neighbours share one token, the last target of one and the first input of the next, so every token but the first of a
-    shard is a target once per epoch. An incomplete last row is dropped; `dropped_tokens` counts them.
+    Neighbours share one token, the last target of one and the first input of the next, so every token but
+    the first of a shard is a target once per epoch. `dropped_tokens` counts those past the last row.
     """
 
     def __init__(self, data_dir, split, block_size):
@@ -126,9 +126,10 @@ class Rows:
         self.tokens = [prepare_fineweb.read_shard(path) for path in self.paths]
         counts = [max(0, (len(tokens) - 1) // block_size) for tokens in self.tokens]
         self.first = np.cumsum([0, *counts])  # the number of each shard's first row
-        self.dropped_tokens = sum(max(0, len(tokens) - 1) for tokens in self.tokens) - sum(counts) * block_size
+        self.dropped_tokens = sum(max(0, len(tokens) - 1) for tokens in self.tokens) - len(self) * block_size
         if not len(self):
-            raise UserError(f"{data_dir}: its {split} shards are shorter than one row of block_size = {block_size} tokens")
+            raise UserError(f"{data_dir}: its {split} shards are shorter than one row of "
+                            f"block_size = {block_size} tokens")
 
     def __len__(self):
         return int(self.first[-1])
@@ -141,19 +142,20 @@ class Rows:
             start = int(row - self.first[shard]) * self.block_size
             out[i] = self.tokens[shard][start:start + self.block_size + 1]
             if out[i].max() >= VOCAB_SIZE:
-                raise UserError(f"{self.paths[shard]} holds the id {out[i].max()}, but GPT-2's vocabulary ends before "
-                                f"{VOCAB_SIZE}: it was made with another tokenizer, or is damaged")
+                raise UserError(f"{self.paths[shard]} holds the id {out[i].max()}, but GPT-2's vocabulary "
+                                f"ends before {VOCAB_SIZE}: it was made with another tokenizer, or is "
+                                "damaged")
         return out
 
     def fingerprint(self):
-        """A text that changes with the rows: a checkpoint belongs to it, because the order of the rows depends on it."""
+        """A text that changes with the rows, and with it their order: a checkpoint belongs to it."""
         meta = self.paths[0].parent / "meta.json"
-        sizes = [(path.name, len(tokens)) for path, tokens in zip(self.paths, self.tokens)]
-        return hashlib.sha256(json.dumps(sizes).encode() + (meta.read_bytes() if meta.exists() else b"")).hexdigest()
+        sizes = json.dumps([(path.name, len(tokens)) for path, tokens in zip(self.paths, self.tokens)])
+        return hashlib.sha256(sizes.encode() + (meta.read_bytes() if meta.exists() else b"")).hexdigest()
 
 
 def open_data(config, rank=0, world=1):
-    """(training rows, validation rows); a missing tiny world is made first, anything else is asked for in one line."""
+    """(training rows, validation rows); a missing tiny world is made first, anything else is asked for."""
     if config.source and rank == 0 and not any(Path(config.data_dir).glob("*_train_*.bin")):
         prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
             f"--source={config.source}", f"--out_dir={config.data_dir}"]))
@@ -168,7 +170,7 @@ def permutation(seed, epoch, n_rows):
 
 
 def rows_of_step(step, n_rows, rows_per_step, seed):
-    """The numbers of the rows of one step: a shuffle of all rows per epoch, and a step may span two epochs."""
+    """The numbers of the rows of one step: all rows shuffled per epoch, and a step may span two epochs."""
     places = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
     return np.concatenate([permutation(seed, int(epoch), n_rows)[places[places // n_rows == epoch] % n_rows]
                            for epoch in np.unique(places // n_rows)])
@@ -185,36 +187,41 @@ def micro_batches(rows, numbers, micro_batch_size, device):
 
 
 def check_batch(config, world=1):
-    """(rows per step of one process, rows per micro-batch); UserError for a setting that cannot be, with one that can."""
-    for low, names in ((1, "tokens_per_step micro_batch_size block_size n_layer n_head n_embd max_steps log_every"),
-                       (0, "seed dropout lr muon_lr weight_decay grad_clip warmup_steps decay_fraction min_lr_fraction")):
+    """(rows per step of one process, rows per micro-batch); UserError for what cannot be, with what can."""
+    for low, names in (
+            (1, "tokens_per_step micro_batch_size block_size n_layer n_head n_embd max_steps log_every"),
+            (0, "seed dropout lr muon_lr weight_decay grad_clip warmup_steps decay_fraction min_lr_fraction"),
+    ):
         for name in names.split():
             high = 1 if name in ("dropout", "decay_fraction", "min_lr_fraction") else math.inf
             if not low <= getattr(config, name) <= high:
-                raise UserError(f"{name} = {getattr(config, name)} must be at least {low}" + " and at most 1" * (high == 1))
+                raise UserError(f"{name} = {getattr(config, name)} must be at least {low}"
+                                + " and at most 1" * (high == 1))
     unit = config.micro_batch_size * config.block_size
     if config.tokens_per_step % unit:
-        raise UserError(f"tokens_per_step ({config.tokens_per_step:,}) must be a multiple of micro_batch_size x "
-                        f"block_size ({config.micro_batch_size} x {config.block_size:,} = {unit:,}); the nearest is "
+        raise UserError(f"tokens_per_step ({config.tokens_per_step:,}) must be a multiple of "
+                        f"micro_batch_size x block_size ({config.micro_batch_size} x {config.block_size:,} = "
+                        f"{unit:,}); the nearest is "
                         f"tokens_per_step = {max(1, round(config.tokens_per_step / unit)) * unit}")
     rows = config.tokens_per_step // config.block_size
     if rows % world:
-        raise UserError(f"{world} processes cannot share the {rows} rows of a step equally; use a number that divides it")
+        raise UserError(f"{world} processes cannot share the {rows} rows of a step equally; use a number "
+                        "that divides it")
     share = rows // world
     return share, max(n for n in range(1, min(share, config.micro_batch_size) + 1) if share % n == 0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Learning rate and optimizers
 
 
 def lr_factor(step, config):
     """The learning rate of step 0, 1, ... as a share of its peak: a function of the step, without state.
 
-    Warm-up is linear. "linear" then stays at 1 and falls to min_lr_fraction over the last decay_fraction of the steps;
-    with decay_fraction = 0 it stays constant. "cosine" falls all the way from the end of the warm-up, as GPT-3's did.
-    As nothing is remembered, a checkpoint of a constant run can be extended (a larger max_steps) or cooled down
-    (max_steps and decay_fraction such that the decay begins there).
+    Warm-up is linear. "linear" then stays at 1 and falls to min_lr_fraction over the last decay_fraction of
+    the steps (0: it stays constant). "cosine" falls all the way from the end of the warm-up, as GPT-3's did.
+    As nothing is remembered, a checkpoint of a constant run can be extended (a larger max_steps) or cooled
+    down (max_steps and decay_fraction such that the decay begins there).
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps  # never 0: the first step would be wasted
@@ -230,8 +237,8 @@ def lr_factor(step, config):
 def make_optimizers(model, config):
     """[AdamW] or [Muon, AdamW], with the peak rate of each group under "peak_lr".
 
-    AdamW decays the matrices only: a gain or bias pulled towards zero would be a different network. With Muon the hidden
-    matrices are its, and the embeddings, which are looked up and not multiplied, stay with AdamW, undecayed.
+    AdamW decays the matrices only: a gain or bias pulled towards zero would be a different network. Muon has
+    the hidden matrices; the embeddings, looked up and not multiplied, stay with AdamW, undecayed.
     """
     hidden, embeddings, vectors = [], [], []
     for name, p in model.named_parameters():
@@ -256,10 +263,10 @@ def set_lr(optimizers, factor):
 class Muon(torch.optim.Optimizer):
     """Momentum whose every update is made orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    A gradient matrix has a few strong directions and many weak ones; this steps equally far in all of them. The step is
-    scaled by 0.2 sqrt(max(rows, columns)), which makes its size AdamW's (arXiv 2502.16982), so learning rates carry over.
-    torch.optim.Muon computes the same for one matrix; here attention's fused query, key and value count as the three
-    matrices that they are, and matrices of one shape go through together.
+    A gradient matrix has a few strong directions and many weak ones; this steps equally far in all of them,
+    times 0.2 sqrt(max(rows, columns)), which makes a step AdamW's size (arXiv 2502.16982), so learning rates
+    carry over. torch.optim.Muon computes the same for one matrix; here attention's fused query, key and value
+    count as the three matrices that they are, and matrices of one shape go through together.
     """
 
     def __init__(self, params, lr, weight_decay, n_embd, momentum=0.95):
@@ -289,8 +296,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices, steps=5):
-    """The nearest matrices (n, rows, columns) with all singular values near 1: Newton-Schulz in bf16, with the constants
-    of the Muon post, which push small singular values up fast and leave them anywhere in about 0.7 to 1.2."""
+    """The nearest matrices (n, rows, columns) with all singular values near 1: Newton-Schulz in bf16, with
+    the Muon post's constants, which push small singular values up fast and leave them in about 0.7 to 1.2."""
     x = matrices.bfloat16()
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -301,24 +308,25 @@ def orthogonalize(matrices, steps=5):
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The run's folder: lock, log, checkpoint
 
 
 def say(text):
-    """print() that survives a closed terminal: losing the screen must not lose the run. Of several processes one speaks."""
+    """print() that survives a closed terminal, as the run must. Of several processes one speaks."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if os.environ.get("RANK", "0") == "0":
             print(text, flush=True)
 
 
 def lock_folder(out_dir):
-    """Takes the folder for this process until it ends, however it ends. Returns the open file that holds the lock."""
+    """Takes the folder for this process until it ends, however it ends. Returns the locked file."""
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         file = open(Path(out_dir) / ".lock", "a+b")  # noqa: SIM115 - open for as long as the run
     except OSError as error:
-        raise UserError(f"out_dir = {out_dir} cannot be written: {error.strerror}; choose another with --out_dir=") from None
+        raise UserError(f"out_dir = {out_dir} cannot be written: {error.strerror}; choose another "
+                        "with --out_dir=") from None
     try:
         if os.name == "nt":
             import msvcrt
@@ -327,7 +335,8 @@ def lock_folder(out_dir):
             import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise UserError(f"out_dir = {out_dir} is in use by another run; wait for it, or choose another --out_dir=") from None
+        raise UserError(f"out_dir = {out_dir} is in use by another run; wait for it, or choose another "
+                        "--out_dir=") from None
     for leftover in Path(out_dir).glob("*.tmp"):  # of a run that was killed while it wrote
         with contextlib.suppress(OSError):
             leftover.unlink()
@@ -342,18 +351,18 @@ def append_log(out_dir, row):
 
 
 def cut_log(out_dir, step):
-    """Takes out of log.jsonl what a run resumed at `step` will do again: later steps, and what looks at the model at
-    `step`, which comes after the save."""
+    """Takes out of log.jsonl what a run resumed at `step` does again: later steps and this one's look."""
     path, kept = Path(out_dir) / "log.jsonl", []
     for row in curves.read_log(path) if path.exists() else []:  # without the line that a crash cut short
-        done = row.get("step", math.inf) < step or (row.get("step") == step and {"loss", "warning"} & set(row))
+        at = row.get("step", math.inf)
+        done = at < step or (at == step and {"loss", "warning"} & set(row))
         if row.get("event") == "start" or (done and "event" not in row):
             kept.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_text(path, "".join(kept))
 
 
 def save_checkpoint(out_dir, state):
-    """Writes ckpt.pt, keeping the one before as ckpt_prev.pt; a crash at any moment leaves at least one whole."""
+    """Writes ckpt.pt; the one before becomes ckpt_prev.pt; a crash leaves at least one whole."""
     path = Path(out_dir) / "ckpt.pt"
     temporary = path.with_name("ckpt.pt.tmp")
     try:
@@ -369,7 +378,7 @@ def save_checkpoint(out_dir, state):
 
 
 def load_checkpoint(out_dir):
-    """The newest checkpoint that can be read, on the CPU, or None where there is none; says so if it is the previous one.
+    """The newest checkpoint that can be read, on the CPU, or None where there is none; says what is damaged.
 
     Raises UserError if there are checkpoints but none is readable: starting over would overwrite them.
     """
@@ -387,32 +396,35 @@ def load_checkpoint(out_dir):
             with contextlib.suppress(OSError):  # the next save must not put it in the place of the good one
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
     if paths:
-        raise UserError(f"no checkpoint in {out_dir} can be read; move them away to start over, or choose another --out_dir=")
+        raise UserError(f"no checkpoint in {out_dir} can be read; move them away to start over, or "
+                        "choose another --out_dir=")
     return None
 
 
 def resume(state, model, optimizers, scaler, config, fingerprint, fixed=FIXED):
     """Puts a checkpoint into model, optimizers and scaler, and returns its step.
 
-    Lists the settings that changed since. Raises UserError if one of those in `fixed` did, or if the data did.
+    Lists the settings that changed since. Raises UserError if one in `fixed` did, or if the data did.
     """
     old, new = state["settings"], dataclasses.asdict(config)
     changed = {name: f"{name}: {old[name]!r} -> {new[name]!r}" for name in new
                if name in old and old[name] != new[name] and name not in ("plan", "hours")}
     refused = "; ".join(changed[name] for name in changed if name in fixed)
     if refused:
-        raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot change: {refused}. "
-                        "Go on with the old values, or start over in another --out_dir=")
+        raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot "
+                        f"change: {refused}. Go on with the old values, or start over in another --out_dir=")
     if state["data"] != fingerprint:
-        raise UserError(f"{config.data_dir} is not the data that {config.out_dir} was trained on (its shards or meta.json "
-                        "changed), and the order of the rows depends on it; put it back, or choose another --out_dir=")
+        raise UserError(f"{config.data_dir} is not the data that {config.out_dir} was trained on (its "
+                        "shards or meta.json changed), and the order of the rows depends on it; put it back, "
+                        "or choose another --out_dir=")
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
-        # only what it has gathered: rates and decay come from the settings
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+        groups = optimizer.state_dict()["param_groups"]  # rates and decay come from the settings
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     if state.get("scaler"):
         scaler.load_state_dict(state["scaler"])
-    say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose another --out_dir=")
+    say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose "
+        "another --out_dir=")
     if changed:
         say("changed   since the checkpoint, and applied: " + "; ".join(changed.values()))
     return state["step"]
@@ -429,30 +441,31 @@ def is_finished(config, step):
 def keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence, kind="base"):
     """Saves checkpoint and model folder at `step`; False, with a warning, if the disk does not let it."""
     if not all(bool(p.isfinite().all()) for p in model.parameters()):
-        raise UserError(f"the weights at step {step} are not finite; go on from the checkpoint before, with a lower --lr")
+        raise UserError(f"the weights at step {step} are not finite; go on from the checkpoint before, with "
+                        "a lower --lr")
     try:
         save_checkpoint(config.out_dir, {
-            "step": step, "settings": dataclasses.asdict(config), "data": fingerprint, "model": model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers], "scaler": scaler.state_dict(),
-            "trained_s": trained_s})
+            "step": step, "settings": dataclasses.asdict(config), "data": fingerprint,
+            "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "scaler": scaler.state_dict(), "trained_s": trained_s})
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): make space. The one before "
-                         "is kept, and the next attempt comes soon")
+        fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): make "
+                         "space. The one before is kept, and the next attempt comes soon")
         return False
     with fence("writing the model folder", step, breakable=False):
         save_model(model, Path(config.out_dir) / "model", kind=kind, step=step)
     return True
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # What may go wrong beside the training, and what may stop it
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM and a closed console ask the run to finish its step and save; a second one leaves at once.
+    """Ctrl-C, SIGTERM and a closed console ask the run to finish its step and save; a second leaves at once.
 
-    `signal` is the number of the one that came, or 0. `hurry` is set when the system will soon kill us. `raises` is set
-    while something runs that can be broken off: start-up, an evaluation.
+    `signal` is the number of the one that came, or 0. `hurry` is set when the system will soon kill us.
+    `raises` is set while something runs that can be broken off: start-up, an evaluation.
     """
 
     def __init__(self):
@@ -466,7 +479,7 @@ class StopSignals:
 
     def handle(self, number, frame=None):
         repeated_s, alone = time.monotonic() - self.came_s, os.environ.get("WORLD_SIZE", "1") == "1"
-        if self.signal and (alone or repeated_s > 3):  # torchrun repeats what the terminal has sent to all already
+        if self.signal and (alone or repeated_s > 3):  # torchrun repeats what the terminal has sent to all
             os._exit(128 + number)
         if self.signal:
             return
@@ -495,10 +508,10 @@ class StopSignals:
 
 
 class Fence:
-    """`with fence("samples"):` whatever goes wrong inside is reported once, and training goes on in train mode.
+    """`with fence("samples"):` what goes wrong inside is reported once, and training goes on in train mode.
 
-    Nothing inside can change the training: its random numbers are a function of the step, like its batches. A stop breaks
-    off what is inside, unless it is not `breakable`.
+    Nothing inside can change the training: its random numbers are a function of the step, like its batches.
+    A stop breaks off what is inside, unless it is not `breakable`.
     """
 
     def __init__(self, out_dir, model, stop):
@@ -531,30 +544,32 @@ class Fence:
 
 
 class PowerMeter:
-    """The GPU's power draw in watts, from the nvidia-smi that the driver brings, read every 10 s in a thread."""
+    """The GPU's power draw in watts, from the driver's nvidia-smi, read every 10 s in a thread."""
 
     def __init__(self, device):
         self.watts = None
         if device.type == "cuda" and shutil.which("nvidia-smi"):
-            gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its number may be another than torch's
+            gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its number may differ from torch's
             threading.Thread(target=self.read, args=(gpu,), daemon=True).start()
 
     def read(self, gpu):
         command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             while True:
-                self.watts = float(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+                self.watts = float(done.stdout)
                 time.sleep(10)
         self.watts = None  # it stopped answering: claim nothing from here on
 
 
 class Watch:
-    """Notices what a person looking at the numbers would: a loss that jumps, a speed that halves, a GPU that spills."""
+    """Notices what a person would: a loss that jumps, a speed that halves, a GPU that spills."""
 
     def __init__(self, out_dir, device):
         self.losses, self.rates, self.device, self.told = [], [], device, set()
         with contextlib.suppress(UserError):
-            self.losses = [row["loss"] for row in curves.read_log(out_dir) if isinstance(row.get("loss"), float)][-50:]
+            losses = [row.get("loss") for row in curves.read_log(out_dir)]
+            self.losses = [loss for loss in losses if isinstance(loss, float)][-50:]
 
     def remarks(self, loss, tok_per_s):
         """The warnings that this step gives rise to; about speed and memory once in a run."""
@@ -564,28 +579,29 @@ class Watch:
         before, now = statistics.median(self.rates[:-10] or [0]), statistics.median(self.rates[-10:])
         used = memory_share(self.device) if len(self.rates) == 3 else 0.0
         found = {
-            "loss": loss > usual + 1 and f"loss {loss:.2f} jumped above {usual:.2f}, the median of the steps before; it usually "
-            "comes back by itself, else the learning rate is too high",
-            "speed": len(self.rates) >= 20 and now < before / 2 and f"{now:,.0f} tokens/s is less than half of what it was: "
-            "another program on the GPU, a laptop on battery, or (Windows) GPU memory spilling into the system's",
-            "memory": used > 0.92 and f"{used:.0%} of the GPU's memory is in use; on Windows the driver then uses the system's, "
-            "ten times slower, instead of failing. A smaller --micro_batch_size is safe and changes no result"}
+            "loss": loss > usual + 1 and f"loss {loss:.2f} jumped above {usual:.2f}, the median of the steps "
+            "before; it usually comes back by itself, else the learning rate is too high",
+            "speed": len(self.rates) >= 20 and now < before / 2 and f"{now:,.0f} tokens/s is less than half "
+            "of what it was: another program on the GPU, a laptop on battery, or (Windows) GPU memory "
+            "spilling into the system's",
+            "memory": used > 0.92 and f"{used:.0%} of the GPU's memory is in use; on Windows the driver then "
+            "uses the system's, ten times slower, instead of failing. A smaller --micro_batch_size is safe "
+            "and changes no result"}
         new = [name for name, text in found.items() if text and name not in self.told]
         self.told |= {*new} - {"loss"}
         return [found[name] for name in new]
 
     def time_left(self, steps, tokens_per_step):
-        seconds = steps * tokens_per_step / statistics.median(self.rates)
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+        s = steps * tokens_per_step / statistics.median(self.rates)
+        return f"{s // 3600:.0f} h {s % 3600 // 60:02.0f} min" if s >= 60 else f"{s:.0f} s"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Device, compiler, several processes
 
 
 def start_process(config):
-    """(device, rank, world size) of this process. Under torchrun the processes find each other; one alone initialises
-    nothing."""
+    """(device, rank, world size); torchrun's processes find each other, one alone initialises nothing."""
     keep_freed_memory()
     if sys.platform == "linux":  # less fragmentation; Windows' PyTorch warns that it cannot
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -607,15 +623,17 @@ def add_up(tensors):
         for work in [torch.distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
     except RuntimeError as error:
-        raise UserError(f"another of the processes has ended, and says why ({str(error).splitlines()[0][:100]})") from None
+        raise UserError(f"another of the processes has ended, and says why "
+                        f"({str(error).splitlines()[0][:100]})") from None
 
 
 def agree_on_step(step, device, world):
-    """Raises UserError if the processes found different checkpoints. It is also where they wait for each other."""
+    """Raises UserError if the processes found different checkpoints. It is also where they wait."""
     total = torch.tensor(float(step), device=device)
     add_up([total])
     if total.item() != step * world:
-        raise UserError("the processes see different checkpoints: out_dir must be on a disk that all of them share")
+        raise UserError("the processes see different checkpoints: out_dir must be on a disk that all of "
+                        "them share")
 
 
 def autocast(device, dtype):
@@ -628,22 +646,24 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 
 
 def attention_order(name):
-    """A context that sets which attention kernels are tried, in which order. PyTorch's own order puts cuDNN's last, after
-    two slow ones; its Windows wheels have no FlashAttention, so there cuDNN's is the fast one."""
-    return sdpa_kernel(list(KERNELS.values()) if name == "auto" else [KERNELS[name], SDPBackend.MATH], set_priority=True)
+    """A context that sets which attention kernels are tried, in which order. PyTorch's own order puts cuDNN's
+    last, after two slow ones; its Windows wheels have no FlashAttention, so there cuDNN's is the fast one."""
+    order = list(KERNELS.values()) if name == "auto" else [KERNELS[name], SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
 
 
 def attention_used(device, dtype, config):
-    """The name of the kernel that attention will run in training, asked of PyTorch; UserError if another one was set."""
+    """The kernel that attention will run in training, asked of PyTorch; UserError if another one was set."""
     usable = ["flash"] if device.type == "cpu" else []
     if device.type == "cuda":
-        q = torch.empty(1, config.n_head, config.block_size, config.n_embd // config.n_head, device=device, dtype=dtype)
-        params, ask = torch.backends.cuda.SDPAParams(q, q, q, None, config.dropout, True, False), torch.backends.cuda
-        usable = [name for name, can in (("flash", ask.can_use_flash_attention), ("cudnn", ask.can_use_cudnn_attention),
-                                         ("efficient", ask.can_use_efficient_attention)) if can(params)]
+        ask, head = torch.backends.cuda, config.n_embd // config.n_head
+        q = torch.empty(1, config.n_head, config.block_size, head, device=device, dtype=dtype)
+        params = ask.SDPAParams(q, q, q, None, config.dropout, True, False)
+        usable = [name for name in ("flash", "cudnn", "efficient")
+                  if getattr(ask, f"can_use_{name}_attention")(params)]
     if config.attention not in ("auto", "math", *usable):
-        raise UserError(f"attention = {config.attention} cannot be used on this {device.type} in {dtype}; auto takes the "
-                        f"fastest of {', '.join([*usable, 'math'])}")
+        raise UserError(f"attention = {config.attention} cannot be used on this {device.type} in {dtype}; "
+                        f"auto takes the fastest of {', '.join([*usable, 'math'])}")
     return config.attention if config.attention != "auto" else [*usable, "math"][0]
 
 
@@ -652,7 +672,7 @@ def start_compile(model, config, device, one_step):
 
     one_step  runs a forward and backward pass, because compiling is lazy: what is missing shows only then
 
-    model.forward(x) stays the eager call, for HellaSwag's many shapes. Raises UserError if compile = true cannot be.
+    model.forward(x) stays the eager call, for HellaSwag's many shapes. UserError if compile = true cannot be.
     """
     if config.compile is False or (config.compile == "auto" and device.type != "cuda"):
         return "off"
@@ -665,10 +685,12 @@ def start_compile(model, config, device, one_step):
         raise
     except Exception as error:
         model._compiled_call_impl = None  # back to eager: there is no public way to undo compile()
-        fix = "pip install 'triton-windows<3.8'" if os.name == "nt" else "install a C compiler (gcc) and PyTorch's triton"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        fix = "pip install 'triton-windows<3.8'" if os.name == "nt" else (
+            "install a C compiler (gcc) and PyTorch's triton")
         if config.compile is True:
-            raise UserError(f"compile = true, but the model cannot be compiled: {reason}; {fix}, or --compile=false") from None
+            raise UserError(f"compile = true, but the model cannot be compiled: {reason}; {fix}, or "
+                            "--compile=false") from None
         return f"off, which costs about half the speed on a GPU: {reason}; {fix}"
 
 
@@ -685,14 +707,15 @@ def out_of_memory_advice(config, micro, device):
         where += f", peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB of {total_gb:.1f}"
     if micro > 1:
         smaller = max(n for n in range(1, micro // 2 + 1) if micro % n == 0)
-        return f"{where}; --micro_batch_size={smaller} needs less, and as tokens_per_step stays, so does the result"
+        return (f"{where}; --micro_batch_size={smaller} needs less, and as tokens_per_step stays, "
+                "so does the result")
     if not config.loss_chunk_rows:
         return f"{where}; --loss_chunk_rows=512 keeps the logits small without changing the result"
     return f"{where}; the model does not fit: lower block_size or n_layer, or close other programs on the GPU"
 
 
 def memory_gb(device):
-    """Peak memory so far in GB: the GPU's where there is one, else the process's; None where it cannot be read."""
+    """Peak memory so far in GB: the GPU's, or without one the process's; None where it cannot be read."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     try:
@@ -719,13 +742,13 @@ def keep_awake():
     return f"a machine that falls asleep stops training; {program} python train.py ... prevents it"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Looking at the model while it trains
 
 
 @torch.no_grad()
 def validation_loss(model, rows, config, micro, device, dtype):
-    """Mean loss in nats per token over the first eval_tokens of the validation rows: the same ones every time."""
+    """Mean loss in nats per token over the first eval_tokens of the validation rows, the same every time."""
     n = min(len(rows), max(1, config.eval_tokens // config.block_size))
     total = torch.zeros((), device=device)
     model.eval()
@@ -740,11 +763,11 @@ def validation_loss(model, rows, config, micro, device, dtype):
 
 
 def write_samples(model, config, step):
-    """Continues each prompt, adds them to the log, and rewrites samples.md from it: a prompt's samples over time."""
+    """Continues each prompt, adds them to the log, and rewrites samples.md from it, prompt by prompt."""
     model.eval()
     for prompt in config.prompts:
-        ids = generate(model, encode(prompt), config.sample_tokens, temperature=config.sample_temperature, top_k=50,
-                       seed=config.seed)
+        ids = generate(model, encode(prompt), config.sample_tokens, temperature=config.sample_temperature,
+                       top_k=50, seed=config.seed)
         append_log(config.out_dir, {"step": step, "prompt": prompt, "sample": decode(ids)})
     text, log = "# What the model writes, as it learns\n", curves.read_log(config.out_dir)
     for prompt in config.prompts:
@@ -757,9 +780,10 @@ def write_samples(model, config, step):
 
 
 def score_hellaswag(model, config, step, tokens_seen):
-    """HellaSwag's normalised accuracy, logged; it never holds more than the tokens of a training step's micro-batch."""
+    """HellaSwag's normalised accuracy, logged; it never holds more tokens than a step's micro-batch."""
     items, _ = hellaswag.load_items(config.hellaswag_source)
-    score = hellaswag.evaluate(model, items, n=config.hellaswag_n, max_tokens=config.micro_batch_size * config.block_size)
+    max_tokens = config.micro_batch_size * config.block_size
+    score = hellaswag.evaluate(model, items, n=config.hellaswag_n, max_tokens=max_tokens)
     append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "hellaswag": score["acc"],
                                 "hellaswag_norm": score["acc_norm"], "n": score["n"]})
     return score["acc_norm"]
@@ -803,16 +827,17 @@ def report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, f
     if step % config.log_every and step != config.max_steps:
         return
     with fence("log", step, breakable=False):
-        lr, mem_gb, left = optimizers[-1].param_groups[0]["lr"], memory_gb(watch.device), config.max_steps - step
+        lr, mem_gb = optimizers[-1].param_groups[0]["lr"], memory_gb(watch.device)
         say(f"step {step:6d}/{config.max_steps} | loss {loss:7.4f} | lr {lr:.2e} | norm {grad_norm:7.3f} | "
             f"{tok_per_s:9,.0f} tok/s | " + (f"{mem_gb:5.1f} GB | " if mem_gb is not None else "")
-            + f"{watch.time_left(left, config.tokens_per_step)} left")
+            + f"{watch.time_left(config.max_steps - step, config.tokens_per_step)} left")
         append_log(config.out_dir, {
-            "step": step, "tokens": step * config.tokens_per_step, "loss": loss, "lr": lr, "grad_norm": grad_norm,
-            "tok_per_s": round(tok_per_s), "mem_gb": mem_gb, **({"power_w": power.watts} if power.watts is not None else {})})
+            "step": step, "tokens": step * config.tokens_per_step, "loss": loss, "lr": lr,
+            "grad_norm": grad_norm, "tok_per_s": round(tok_per_s), "mem_gb": mem_gb,
+            **({"power_w": power.watts} if power.watts is not None else {})})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Before the run, and after it
 
 
@@ -821,7 +846,8 @@ def start_model(config, device):
     torch.manual_seed(config.seed)
     sizes = GPTConfig(config.block_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
     model = load_model(config.init_from, device) if config.init_from else GPT(sizes).to(device)
-    differ = [f"{name} = {getattr(model.config, name)}" for name in ("n_layer", "n_head", "n_embd", "vocab_size")
+    differ = [f"{name} = {getattr(model.config, name)}"
+              for name in ("n_layer", "n_head", "n_embd", "vocab_size")
               if getattr(model.config, name) != getattr(sizes, name)]
     if differ or model.config.block_size < config.block_size:
         raise UserError(f"init_from = {config.init_from} has {', '.join([*differ, ''])}block_size up to "
@@ -837,24 +863,26 @@ def start_model(config, device):
 def refuse_a_crawl(config, device, n_weights):
     """Raises UserError when a full-size model would be trained on a CPU without having been asked for."""
     if device.type == "cpu" and config.device == "auto" and n_weights > BIGGEST_ON_CPU and not config.plan:
-        raise UserError(f"there is no GPU to train {n_weights / 1e6:.0f}M weights on, and a CPU would take months: "
-                        f"{why_no_cuda()}. `python train.py configs/tiny` trains a small model here in minutes; "
-                        "--device=cpu insists")
+        raise UserError(f"there is no GPU to train {n_weights / 1e6:.0f}M weights on, and a CPU would take "
+                        f"months: {why_no_cuda()}. `python train.py configs/tiny` trains a small model here "
+                        "in minutes; --device=cpu insists")
 
 
 def disk_line(config, n_weights):
     """What the run will write: two checkpoints and one being written, and the model folder with its own."""
-    folder = next(path for path in [Path(config.out_dir).resolve(), *Path(config.out_dir).resolve().parents] if path.exists())
-    need, free = (3 * (3 if config.optimizer == "adamw" else 2) + 2) * 4 * n_weights / 1e9, shutil.disk_usage(folder).free / 1e9
-    return (f"{need:.1f} GB needed in {config.out_dir}, {free:.1f} GB free"
-            + ("; TOO LITTLE: make space before the first save, or choose another --out_dir=" if free < need else ""))
+    out_dir = Path(config.out_dir).resolve()
+    free = shutil.disk_usage(next(path for path in [out_dir, *out_dir.parents] if path.exists())).free / 1e9
+    need = (3 * (3 if config.optimizer == "adamw" else 2) + 2) * 4 * n_weights / 1e9
+    lack = "; TOO LITTLE: make space before the first save, or choose another --out_dir="
+    return f"{need:.1f} GB needed in {config.out_dir}, {free:.1f} GB free" + lack * (free < need)
 
 
 def make_plan(model, config, rows, device, dtype):
     """Prints what the run needs: steps, hours and memory by part, measured here and not guessed."""
-    n_weights, step_rows = sum(p.numel() for p in model.parameters()), config.tokens_per_step // config.block_size
+    n_weights = sum(p.numel() for p in model.parameters())
     micro = check_batch(config)[1] if device.type == "cuda" or n_weights < BIGGEST_ON_CPU else 1
-    numbers, optimizers, kept = rows_of_step(0, len(rows), micro, config.seed), make_optimizers(model, config), {}
+    numbers, kept = rows_of_step(0, len(rows), micro, config.seed), {}
+    optimizers = make_optimizers(model, config)
 
     def remember(tensor):  # what the forward pass keeps for the backward pass, each block of memory once
         kept[tensor.untyped_storage().data_ptr()] = tensor
@@ -873,10 +901,12 @@ def make_plan(model, config, rows, device, dtype):
         pass_s()
     weights = {p.data_ptr() for p in model.parameters()}
     gb = {"weights": 4 * n_weights, "gradients": 4 * n_weights,
-          "optimizer": 4 * n_weights * (2 if config.optimizer == "adamw" else 1), "activations": 0, "logits": 0}
+          "optimizer": 4 * n_weights * (2 if config.optimizer == "adamw" else 1),
+          "activations": 0, "logits": 0}
     for pointer, tensor in kept.items():
         if pointer not in weights:
-            gb["logits" if tensor.dim() and tensor.size(-1) == VOCAB_SIZE else "activations"] += tensor.untyped_storage().nbytes()
+            part = "logits" if tensor.dim() and tensor.size(-1) == VOCAB_SIZE else "activations"
+            gb[part] += tensor.untyped_storage().nbytes()
     kept.clear()
     compiled = start_compile(model, config, device, pass_s)
     micro_s = min(pass_s() for _ in range(3))
@@ -884,43 +914,49 @@ def make_plan(model, config, rows, device, dtype):
     for optimizer in optimizers:
         optimizer.step()
     next(model.parameters()).sum().item()
-    step_s, total = micro_s * step_rows / micro + time.perf_counter() - start_s, config.max_steps * config.tokens_per_step
+    step_s = micro_s * config.tokens_per_step / config.block_size / micro + time.perf_counter() - start_s
+    total = config.max_steps * config.tokens_per_step
     say(f"tokens    {total:,} = {config.max_steps:,} steps of {config.tokens_per_step:,} "
         f"({total / (len(rows) * config.block_size):.2f} times through the data)")
     say("memory    " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in gb.items())
         + f"; together {sum(gb.values()) / 1e9:.2f} GB for {micro} rows at once, not compiled")
-    say(f"time      {step_s:.2f} s a step, {config.tokens_per_step / step_s:,.0f} tokens/s (measured on {micro} rows and one "
-        f"step of the optimizer; compile {compiled}), {config.max_steps * step_s / 3600:.1f} hours without evaluations")
+    say(f"time      {step_s:.2f} s a step, {config.tokens_per_step / step_s:,.0f} tokens/s (measured on "
+        f"{micro} rows and one step of the optimizer; compile {compiled}), "
+        f"{config.max_steps * step_s / 3600:.1f} hours without evaluations")
     say(f"disk      {disk_line(config, n_weights)}")
     if config.hours:
         fits = int(config.hours * 3600 / step_s)
-        say(f"hours     --max_steps={fits} fits {config.hours:g} hours ({fits * config.tokens_per_step:,} tokens)")
+        say(f"hours     --max_steps={fits} fits {config.hours:g} hours "
+            f"({fits * config.tokens_per_step:,} tokens)")
 
 
 def describe_start(config, model, step, rows, device, dtype, why, compiled, world):
     """Says what will run on what, and returns the same as the log's start line."""
     total, n_weights = config.max_steps * config.tokens_per_step, sum(p.numel() for p in model.parameters())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
     precision, attention = str(dtype).removeprefix("torch."), attention_used(device, dtype, config)
     tokenizer()  # found missing now rather than at the first save
-    say(f"model     {n_weights / 1e6:.1f}M weights, {config.n_layer} layers, {config.n_embd} wide, block_size "
-        f"{config.block_size}" + (f", from {config.init_from}" if config.init_from else ""))
+    say(f"model     {n_weights / 1e6:.1f}M weights, {config.n_layer} layers, {config.n_embd} wide, "
+        f"block_size {config.block_size}" + (f", from {config.init_from}" if config.init_from else ""))
     say(f"data      {len(rows):,} rows in {config.data_dir} ({rows.dropped_tokens:,} tokens left over), "
         f"{total / (len(rows) * config.block_size):.2f} times through")
-    say(f"device    {device.type}, {name}, {precision} ({why}); PyTorch {torch.__version__}, CUDA {torch.version.cuda}; "
-        f"attention {attention}; compile {compiled}" + (f"; {world} processes" if world > 1 else ""))
+    say(f"device    {device.type}, {name}, {precision} ({why}); PyTorch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}; attention {attention}; compile {compiled}"
+        + (f"; {world} processes" if world > 1 else ""))
     say(f"disk      {disk_line(config, n_weights)}")
     with contextlib.suppress(Exception):
         say(f"awake     {keep_awake()}")
-    say(f"steps     {step:,} of {config.max_steps:,}, {config.tokens_per_step:,} tokens each, {total:,} in all; "
-        f"{config.optimizer}, {config.schedule} schedule")
+    say(f"steps     {step:,} of {config.max_steps:,}, {config.tokens_per_step:,} tokens each, {total:,} in "
+        f"all; {config.optimizer}, {config.schedule} schedule")
     commit = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
-                                text=True, timeout=5, check=True).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
+                                capture_output=True, timeout=5, check=True).stdout.strip()
     return {"event": "start", "step": step, "settings": dataclasses.asdict(config), "commit": commit,
             "torch": torch.__version__, "python": sys.version.split()[0], "device": f"{device.type} ({name})",
-            "dtype": precision, "attention": attention, "compile": compiled, "weights": n_weights, "world": world}
+            "dtype": precision, "attention": attention, "compile": compiled, "weights": n_weights,
+            "world": world}
 
 
 def last_words(config, step, trained_s, stop):
@@ -932,29 +968,31 @@ def last_words(config, step, trained_s, stop):
     with contextlib.suppress(Exception):
         append_log(config.out_dir, {"event": "end", "step": step})
         say(curves.summary(curves.read_log(config.out_dir)))
-    say(f"done: {step:,} steps in {trained_s / 3600:.2f} h of training; the model is in {config.out_dir}/model")
+    say(f"done: {step:,} steps in {trained_s / 3600:.2f} h of training; the model is in "
+        f"{config.out_dir}/model")
     return 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The run
 
 
 def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
-    """The run from where out_dir stands to max_steps. Returns the exit code: 0, or 128 + the signal that ended it."""
+    """The run from where out_dir stands to max_steps. Returns 0, or 128 + the signal that ended it."""
     share, micro = check_batch(config, world)
     master, fence, fingerprint = rank == 0, Fence(config.out_dir, model, stop), rows.fingerprint()
     optimizers = make_optimizers(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # fp16 would round small gradients to 0
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # else fp16 gradients become 0
     state, step, trained_s = load_checkpoint(config.out_dir), 0, 0.0
     if state:
-        step, trained_s = resume(state, model, optimizers, scaler, config, fingerprint), state.get("trained_s", 0.0)
+        trained_s = state.get("trained_s", 0.0)
+        step = resume(state, model, optimizers, scaler, config, fingerprint)
         del state  # as large as the model and its optimizer
     if world > 1:
         agree_on_step(step, device, world)
     if is_finished(config, step):
-        say(f"{config.out_dir} is finished: {step:,} steps. Talk to it with chat.py, tune it with sft.py, train on with a larger "
-            "--max_steps")
+        say(f"{config.out_dir} is finished: {step:,} steps. Talk to it with chat.py, tune it with sft.py, "
+            "train on with a larger --max_steps")
         return 0
 
     def one_step():  # for the compiler: a whole pass of the real shape
@@ -974,13 +1012,14 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
     first_step = saved_step = step
     next_save, stopping, stop.raises = step + (config.save_every or math.inf), False, False
     while True:
-        # ---- saving and looking: nothing here changes the training -----------------------------------------------
+        # ---- saving and looking: nothing here changes the training -----------------------------------------
         stopping, last = stopping or bool(stop.signal and world == 1), step == config.max_steps
         if master and step != saved_step and (stopping or last or step >= next_save):
             if keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence):
                 saved_step, next_save = step, step + (config.save_every or math.inf)
             elif stopping or last:
-                raise UserError(f"step {step} is not saved: make space; the same command goes on from the checkpoint before")
+                raise UserError(f"step {step} is not saved: make space; the same command goes on from the "
+                                "checkpoint before")
             else:
                 next_save = step + RETRY_SAVE_STEPS
         if master and not stopping:
@@ -991,13 +1030,13 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
         if stopping or last:
             break
 
-        # ---- the step --------------------------------------------------------------------------------------------
+        # ---- the step --------------------------------------------------------------------------------------
         step_start_s = time.perf_counter()
-        torch.manual_seed(((config.seed * 2**24 + step) * 2**8 + rank) % 2**63)  # dropout, too, is a function of the step
+        torch.manual_seed(((config.seed * 2**24 + step) * 2**8 + rank) % 2**63)  # dropout is by the step, too
         numbers = rows_of_step(step, len(rows), share * world, config.seed)[rank * share:(rank + 1) * share]
         loss = torch.zeros((), device=device)
-        # Gradient accumulation: half a million tokens do not fit the card, but gradients add up. Each micro-batch gives
-        # the gradient of its part of the mean, and the sum is that of the whole step.
+        # Gradient accumulation: half a million tokens do not fit the card, but gradients add up. Each
+        # micro-batch gives the gradient of its part of the mean, and the sum is that of the whole step.
         with autocast(device, dtype):
             for tokens, targets in micro_batches(rows, numbers, micro, device):
                 micro_loss = model(tokens, targets) / config.tokens_per_step
@@ -1015,7 +1054,7 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         set_lr(optimizers, lr_factor(step, config))
-        loss, grad_norm, stopping = loss.item(), grad_norm.item(), wants_stop.item() > 0  # the step's one wait
+        loss, grad_norm, stopping = loss.item(), grad_norm.item(), wants_stop.item() > 0  # the only wait
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             for optimizer in optimizers:
@@ -1024,26 +1063,26 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
         model.zero_grad(set_to_none=True)
         step += 1
 
-        # ---- everything from here on is only for people ----------------------------------------------------------
+        # ---- everything from here on is only for people ----------------------------------------------------
         step_s = time.perf_counter() - step_start_s
         trained_s, bad_in_a_row = trained_s + step_s, 0 if finite else bad_in_a_row + 1
         if master and not finite:
-            fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, weights unchanged")
+            fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, "
+                             "weights unchanged")
         if master:
-            report(step, loss, grad_norm, config.tokens_per_step / step_s, config, optimizers, watch, power, fence)
-        if bad_in_a_row == BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):  # a scaler finds its scale by failing
+            tok_per_s = config.tokens_per_step / step_s
+            report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, fence)
+        if bad_in_a_row == BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):  # a scale starts too high
             good = step - bad_in_a_row  # nothing has changed since
             if master:
                 keep(config, model, optimizers, scaler, good, fingerprint, trained_s, fence)
-            raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. The checkpoint is from "
-                            f"step {good}, before them: go on with a lower --lr or a longer --warmup_steps")
+            raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. "
+                            f"The checkpoint is from step {good}, before them: go on with a lower --lr or a "
+                            "longer --warmup_steps")
         if step == first_step + 3:
             gc.collect()
             gc.freeze()  # what lives now lives to the end: later collections need not look at it
     return last_words(config, step, trained_s, stop) if master else 0
-
-
-
 
 
 def run_training(config, stop):
@@ -1053,7 +1092,7 @@ def run_training(config, stop):
     model = start_model(config, device)
     refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, why = pick_dtype(device, training=True, name=config.dtype)
-    lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - held until the end
+    lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - to the end
     rows, val_rows = open_data(config, rank, world)
     try:
         with attention_order(config.attention):
