@@ -575,7 +575,7 @@ def child_main(connection, function, args, environment):
         connection.send(("done", function(lambda *message: connection.send(message), *args)))
     except UserError as error:
         connection.send(("user error", str(error)))
-    except Exception as error:  # noqa: BLE001 - httpx, hf_transfer and Xet have no common one
+    except Exception as error:
         chain = [error]
         while following := chain[-1].__cause__ or chain[-1].__context__:
             chain.append(following)

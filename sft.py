@@ -243,7 +243,7 @@ def prepare(config):
                             f"{there.get('source')!r}, not conversations from source = {config.source!r}: "
                             "name that source, or another data_dir")
         meta = there
-    if meta["complete"]:
+    if meta["complete"] and all((data_dir / name).exists() for name in meta["shards"]):
         return
     data_dir.mkdir(parents=True, exist_ok=True)
     prefix = re.sub(r"\W+", "_", Path(config.source).stem.lower())
@@ -682,6 +682,8 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
     model.info["kind"] = "chat"
     watch, power, bad_in_a_row = train.Watch(config.out_dir, device), train.PowerMeter(device), 0
     saved_step, next_save, stopping, stop.raises = step, step + (config.save_every or math.inf), False, False
+    if master and step == config.max_steps:  # killed after the last save, and maybe before the model folder's
+        train.write_model(config, model, step, fence, kind="chat")
     while True:
         # ---- saving and looking: nothing here changes the training -----------------------------------------
         stopping, last = stopping or bool(stop.signal and world == 1), step == config.max_steps

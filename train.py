@@ -156,9 +156,15 @@ class Rows:
 
 def open_data(config, rank=0, world=1):
     """(training rows, validation rows); a missing tiny world is made first, anything else is asked for."""
-    if config.source and rank == 0 and not any(Path(config.data_dir).glob("*_train_*.bin")):
-        prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
-            f"--source={config.source}", f"--out_dir={config.data_dir}"]))
+    if config.source and rank == 0:
+        has_meta = (Path(config.data_dir) / "meta.json").exists()
+        meta = prepare_fineweb.read_meta(config.data_dir) if has_meta else {}
+        if not meta.get("complete"):
+            prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
+                f"--source={config.source}", f"--out_dir={config.data_dir}"]))
+        elif meta["source"] != config.source:
+            raise UserError(f"data_dir = {config.data_dir} was made from {meta['source']!r}, not from "
+                            f"source = {config.source!r}; choose another --data_dir")
     if world > 1:
         torch.distributed.barrier()  # the others wait for the data
     return Rows(config.data_dir, "train", config.block_size), Rows(config.data_dir, "val", config.block_size)
@@ -197,6 +203,8 @@ def check_batch(config, world=1):
             if not low <= getattr(config, name) <= high:
                 raise UserError(f"{name} = {getattr(config, name)} must be at least {low}"
                                 + " and at most 1" * (high == 1))
+    if config.hours and not config.plan:
+        raise UserError(f"hours = {config.hours:g} goes with --plan, which prints the max_steps that fit")
     unit = config.micro_batch_size * config.block_size
     if config.tokens_per_step % unit:
         raise UserError(f"tokens_per_step ({config.tokens_per_step:,}) must be a multiple of "
@@ -314,7 +322,7 @@ def orthogonalize(matrices, steps=5):
 
 def say(text):
     """print() that survives a closed terminal, as the run must. Of several processes one speaks."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # or in another print
         if os.environ.get("RANK", "0") == "0":
             print(text, flush=True)
 
@@ -389,6 +397,8 @@ def load_checkpoint(out_dir):
             if {"step", "settings", "data", "model", "optimizers"} <= set(state):
                 return state
             problem = "it is no checkpoint of a run"
+        except (MemoryError, PermissionError) as error:  # no fault of the file's
+            raise UserError(f"{path} cannot be read now: {str(error) or 'out of memory'}") from None
         except Exception as error:  # zip, pickle, end of file, disk: whatever the damage makes torch raise
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
         say(f"warning: {path} is damaged ({problem})")
@@ -452,9 +462,16 @@ def keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence,
         fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): make "
                          "space. The one before is kept, and the next attempt comes soon")
         return False
-    with fence("writing the model folder", step, breakable=False):
-        save_model(model, Path(config.out_dir) / "model", kind=kind, step=step)
+    write_model(config, model, step, fence, kind)
     return True
+
+
+def write_model(config, model, step, fence, kind="base"):
+    """Rewrites out_dir/model. A failure is said each time: sft.py and chat.py would take the old one."""
+    try:
+        save_model(model, Path(config.out_dir) / "model", kind=kind, step=step)
+    except Exception as error:  # safetensors has its own class; on Windows a chat may hold the file
+        fence.warn(step, f"{config.out_dir}/model is not rewritten: {' '.join(str(error).split())[:120]}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -479,12 +496,13 @@ class StopSignals:
 
     def handle(self, number, frame=None):
         repeated_s, alone = time.monotonic() - self.came_s, os.environ.get("WORLD_SIZE", "1") == "1"
-        if self.signal and (alone or repeated_s > 3):  # torchrun repeats what the terminal has sent to all
+        closed = number == getattr(signal, "SIGHUP", None)  # a closing terminal may send it twice
+        self.hurry = alone and (self.hurry or closed)
+        if self.signal and not closed and (alone or repeated_s > 3):  # torchrun repeats what was sent to all
             os._exit(128 + number)
         if self.signal:
             return
         self.signal, self.came_s = number, time.monotonic()
-        self.hurry = alone and (self.hurry or number == getattr(signal, "SIGHUP", None))
         say("\nstopping at the next safe moment (once more leaves at once)")
         if self.raises:
             raise KeyboardInterrupt
@@ -1010,6 +1028,8 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
             append_log(config.out_dir, start)
     watch, power, bad_in_a_row = Watch(config.out_dir, device), PowerMeter(device), 0
     first_step = saved_step = step
+    if master and step == config.max_steps:  # killed after the last save, and maybe before the model folder's
+        write_model(config, model, step, fence)
     next_save, stopping, stop.raises = step + (config.save_every or math.inf), False, False
     while True:
         # ---- saving and looking: nothing here changes the training -----------------------------------------

@@ -34,7 +34,7 @@ def imports(tree):
 
 def python(*words, **env):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.run([sys.executable, *words], capture_output=True, env=env, cwd=ROOT, timeout=300)
+    return subprocess.run([sys.executable, *words], capture_output=True, env=env, cwd=ROOT, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("script", sorted(MAY_IMPORT))
@@ -105,7 +105,7 @@ def test_a_script_keeps_to_110_columns(script):
 
 
 def test_nothing_names_the_place_where_it_was_written():
-    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
     places = re.compile("/(work|root)/|/tmp/" + "[a-z]|127.0.0.1:[1-9]\\d")

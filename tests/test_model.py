@@ -155,7 +155,7 @@ def child(code, *args, **env):
 
 
 def test_the_tokenizer_needs_no_network_two_processes_at_once_and_a_broken_file_is_replaced(tmp_path):
-    name, key, sha256 = model.BPE_FILES[1]
+    _, key, _ = model.BPE_FILES[1]
     (tmp_path / key).write_bytes(b"half a downl")
     both = [child(CHILD, TIKTOKEN_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     for process in both:
@@ -618,7 +618,7 @@ def test_sampling_draws_what_transformers_logits_processors_leave(options):
 def test_the_repetition_penalty_spares_the_end_of_a_turn():
     logits = torch.full((VOCAB_SIZE,), -50.0)
     logits[[7, END]] = torch.tensor([2.0, 1.9])
-    pick = lambda seen: sample(logits.clone(), seen, 0, 0, 1.0, 1.5, None)  # noqa: E731
+    pick = lambda seen: sample(logits.clone(), seen, 0, 0, 1.0, 1.5, None)
     assert pick([]) == 7 and pick([END]) == 7 and pick([7, END]) == END
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -314,8 +315,10 @@ def test_a_kill_in_the_last_look_does_not_cost_the_last_evaluation(data, out, un
     (out / "log.jsonl").write_text("".join(lines[:-2]), encoding="utf-8")
     monkeypatch.undo()
     monkeypatch.setattr(curves, "draw", cheap_picture)
+    shutil.rmtree(out / "model")  # the kill may have come before it, too
     assert run(data, out) == 0
     assert same_run(out, unbroken)
+    assert gpt.load_model(out / "model").info["step"] == 6
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -887,6 +890,16 @@ def interrupt_twice(at):
     train.rows_of_step = twice
 
 
+def test_a_closing_terminal_may_send_its_signal_twice(monkeypatch):
+    """bash does; the second one must not leave before the save."""
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("left at once"))
+    stop = object.__new__(train.StopSignals)
+    stop.signal, stop.hurry, stop.raises, stop.came_s = 0, False, False, 0.0
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGHUP):
+        stop.handle(number)
+    assert (stop.signal, stop.hurry) == (signal.SIGINT, True)
+
+
 def test_a_second_ctrl_c_leaves_at_once(data, out, tmp_path, server):
     assert server.run(words(data, out), tmp_path / "said", "interrupt_twice", at=3) == 130
     assert state(out)["step"] == 2
@@ -1172,12 +1185,17 @@ def test_the_tiny_world_is_made_when_it_is_missing(tmp_path, monkeypatch):
     def prepare(config):
         made.append(config)
         for split, number in (("val", 0), ("train", 1)):
-            prepare_fineweb.write_shard(tmp_path / f"tiny_{split}_{number:06d}.bin", np.zeros(3 * T, dtype=np.uint16))
+            tokens = np.zeros(3 * T, dtype=np.uint16)
+            prepare_fineweb.write_shard(tmp_path / f"tiny_{split}_{number:06d}.bin", tokens)
+        meta = {"source": "tiny", "complete": True}
+        (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     monkeypatch.setattr(prepare_fineweb, "prepare", prepare)
     config = dataclasses.replace(settings(tmp_path, "x"), source="tiny")
     assert len(train.open_data(config)[0]) == 2
     assert len(train.open_data(config)[0]) == 2
     assert [(each.source, each.out_dir) for each in made] == [("tiny", str(tmp_path))]
+    with pytest.raises(UserError, match="was made from 'tiny', not from source = 'my_texts'"):
+        train.open_data(dataclasses.replace(config, source="my_texts"))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import chat  # noqa: E402 - after the path
-from configs import load  # noqa: E402
-from configs.tiny import world  # noqa: E402
+import chat
+from configs import load
+from configs.tiny import world
 
 PROMISED = {"facts": 0.90, "follow-ups": 0.80, "sums": 0.50, "ended": 0.99}
 
