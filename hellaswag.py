@@ -6,7 +6,7 @@ Writes nothing, or with --save= a line per question: two models can be compared 
 
     python hellaswag.py --model=out/train/model [--style=harness]
 
-About ten seconds on a home GPU (estimated), five minutes for a thousand questions on two CPU cores.
+Time: 1.6 questions a second at 124M on one CPU core (measured); about ten seconds on a home GPU (estimated).
 train.py and sft.py call load_items() and evaluate().
 """
 
