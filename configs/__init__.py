@@ -162,7 +162,8 @@ def parse(Config, name, value, where):
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     try:
         if kind == list[str]:
-            value = value.split(",") if isinstance(value, str) and value else value
+            if isinstance(value, str):  # one text, commas and all; several stand apart: --prompts "a, b" "c"
+                value = [value] if value else []
             return [str(item) for item in value]
         if choices:
             return {str(choice).lower(): choice for choice in choices}[text.lower()]
