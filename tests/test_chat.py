@@ -541,7 +541,8 @@ needs_pty = pytest.mark.skipif(not hasattr(os, "fork"), reason="no pseudo-termin
 
 @needs_pty
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_leaves_at_the_prompt(folders):
-    terminal = Terminal(f"--model={folders['chat']}", "--max_new_tokens=9999", "--temperature=2", TERM="dumb")
+    terminal = Terminal(f"--model={folders['chat']}", "--max_new_tokens=9999", "--temperature=2", "--seed=7",
+                        TERM="dumb")
     greeting = terminal.wait_for("You: ")
     assert f"{folders['chat']}: chat model, step 1,234" in greeting and "base model" not in greeting
 
