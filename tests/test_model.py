@@ -258,7 +258,7 @@ def test_weight_tying_the_gradient_is_the_sum_of_both_uses():
 # The loss
 
 
-def test_cross_entropy_of_a_model_that_knows_nothing_is_ln_V():
+def test_cross_entropy_starts_at_ln_V_as_a_model_that_knows_nothing_must():
     gpt, ids = small(n_embd=64), some_ids(8, 33)
     assert gpt(ids[:, :-1], ids[:, 1:]).item() / (8 * 32) == pytest.approx(math.log(50304), abs=0.05)
     assert math.log(50304) == pytest.approx(10.83, abs=0.005)
@@ -372,6 +372,15 @@ def test_the_folder_says_what_it_is_and_leaves_nothing_half_written(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
     assert load_model(tmp_path / "a", dtype=torch.bfloat16).transformer["wte"].weight.dtype == torch.bfloat16
     assert all(p.requires_grad for p in ours.parameters()) and not ours.training
+
+
+def test_a_save_that_breaks_off_leaves_the_weights_of_before(tmp_path, monkeypatch):
+    save_model(small(block_size=8), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "fsync", failing(OSError("the disk is gone")))
+    with pytest.raises(OSError, match="gone"):
+        save_model(small(block_size=8, seed=1), tmp_path)
+    assert all((tmp_path / name).read_bytes() == data for name, data in before.items())
 
 
 def test_a_compiled_model_saves_the_plain_names(tmp_path):

@@ -330,7 +330,7 @@ def make_model(data, **changes):
     return config, train.start_model(config, torch.device("cpu"))
 
 
-def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(data):
+def test_gradient_accumulation_adds_up_to_the_gradient_of_the_whole_batch(data):
     gradients = []
     for micro in (1, 2, 4):
         config, model = make_model(data)
@@ -440,6 +440,19 @@ def test_linear_decay_covers_the_last_part_of_the_run(data):
     assert [train.lr_factor(step, config) for step in (0, 9, 10, 60, 80, 99)] == pytest.approx([0.1, 1, 1, 1, 0.5, 0.025])
     cosine = settings(data, "x", max_steps=110, warmup_steps=10, schedule="cosine", min_lr_fraction=0.1)
     assert [train.lr_factor(step, cosine) for step in (10, 60, 110)] == pytest.approx([1, 0.55, 0.1])
+
+
+def test_each_step_is_taken_at_the_rate_that_the_schedule_gives_it(data, out, monkeypatch):
+    taken, adamw_step = [], torch.optim.AdamW.step
+
+    def step(self):
+        taken.append(self.param_groups[0]["lr"])
+        adamw_step(self)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    config = settings(data, out)
+    assert run(data, out) == 0
+    assert taken == pytest.approx([config.lr * train.lr_factor(i, config) for i in range(config.max_steps)])
+    assert taken == [row["lr"] for row in history(out) if "lr" in row]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
