@@ -462,6 +462,8 @@ def main():
         draw(out_dirs, picture)
     except ImportError:
         raise UserError("the picture needs matplotlib: pip install -r requirements.txt") from None
+    except OSError as error:
+        raise UserError(f"{picture} cannot be written: {error.strerror}") from None
     print(f"\n{picture}")
 
 

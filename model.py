@@ -444,7 +444,8 @@ def find_model(name):
         if (folder / "config.json").is_file():
             return folder
     if Path(name).exists() or str(name).count("/") > 1 or "\\" in str(name):
-        raise UserError(f"{name} holds no model (config.json); `python train.py` makes out/train/model")
+        raise UserError(f"{name} holds no model (config.json); `python train.py` makes out/train/model, and "
+                        "`python sft.py` out/sft/model of it")
     os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")
     try:
         from huggingface_hub import snapshot_download

@@ -9,6 +9,7 @@ Later wins. The dataclass holds only types, so no value is written twice, and a 
 
 import dataclasses
 import difflib
+import errno
 import json
 import math
 import os
@@ -75,6 +76,8 @@ def run(main):
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # not every console can print every character
+            if os.name == "nt" and not stream.isatty() and not os.environ.get("PYTHONIOENCODING"):
+                stream.reconfigure(encoding="utf-8")  # a file can
     try:
         main()
         sys.stdout.flush()
@@ -83,7 +86,10 @@ def run(main):
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `| head` has seen enough
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and (os.name, error.errno) != ("nt", errno.EINVAL):
+            raise
+        # `| head` has seen enough; Windows calls that an invalid argument
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
