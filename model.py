@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configs import UserError, write_text
+from configs import UserError, put_in_place, write_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Vocabulary: what a token is
@@ -96,7 +96,7 @@ def seed_bpe_folder(cache):
         if source and not (cached.exists() and hashlib.sha256(cached.read_bytes()).hexdigest() == sha256):
             temporary = cache / f"{key}.{os.getpid()}.tmp"  # several processes may be at it
             shutil.copyfile(source, temporary)
-            os.replace(temporary, cached)
+            put_in_place(temporary, cached)
 
 
 def encode(text):
@@ -367,7 +367,7 @@ def save_model(model, folder, kind="base", step=0):
                                             "date": time.strftime("%Y-%m-%d %H:%M")})
     with open(temporary, "r+b") as file:
         os.fsync(file.fileno())
-    os.replace(temporary, folder / "model.safetensors")
+    put_in_place(temporary, folder / "model.safetensors")
 
     has_words = config.vocab_size > SYSTEM  # a toy vocabulary has no tokenizer
     end = END if kind == "chat" else END_OF_TEXT
@@ -478,6 +478,7 @@ def read_model(folder):
             raise UserError(f"{folder} is not GPT-2's network: config.json has {key} = {value}, not {wanted}")
     state = {}
     for key, tensor in tensors.items():
+        key = re.sub(r"^(module\.|_orig_mod\.)*", "", key)  # of a wrapped or compiled model, saved as it was
         # OpenAI's file carries the causal mask as buffers, and some carry the tied head a second time
         if not key.endswith((".attn.bias", ".attn.masked_bias", "lm_head.weight")):
             key = "transformer." + key.removeprefix("transformer.")

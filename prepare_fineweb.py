@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UserError, load, run, write_text
+from configs import UserError, load, put_in_place, run, write_text
 
 # `model` is imported where it is needed, as it imports torch: the process that downloads has no use for it.
 
@@ -91,7 +91,7 @@ def write_shard(path, tokens):
             file.write(np.array([MAGIC, VERSION, count], dtype="<i4").tobytes())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return count
@@ -723,7 +723,7 @@ class Hub:
             plain = attempt >= 3 or problem is not None and problem.status == 429
             try:
                 got = self.ask(download, self.dataset, self.revision, file, incoming, plain, **slower)
-                os.replace(got, path)
+                put_in_place(got, path)
                 return
             except DownloadError as error:
                 problem = error

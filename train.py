@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import curves
 import hellaswag
 import prepare_fineweb
-from configs import UserError, load, run, save, write_text
+from configs import UserError, load, put_in_place, run, save, write_text
 from model import (
     GPT,
     VOCAB_SIZE,
@@ -362,8 +362,8 @@ def save_checkpoint(out_dir, state):
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            os.replace(path, path.with_name("ckpt_prev.pt"))
-        os.replace(temporary, path)
+            put_in_place(path, path.with_name("ckpt_prev.pt"))
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)  # half a file would only fill the disk further
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import sys
+import time
 import tomllib
 import typing
 from pathlib import Path
@@ -68,7 +69,18 @@ def write_text(path, text):
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    put_in_place(temporary, path)
+
+
+def put_in_place(temporary, path):
+    """os.replace(), with some patience: on Windows it fails while a virus scanner looks at either file."""
+    for wait_s in (0.1, 0.3, 1.0, None):
+        try:
+            return os.replace(temporary, path)
+        except PermissionError:
+            if wait_s is None:
+                raise
+            time.sleep(wait_s)
 
 
 def run(main):

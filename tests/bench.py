@@ -387,13 +387,15 @@ def make_parquet(folder, megabytes=120):
 
 
 def prepare_ours(parquet, out_dir):
-    """The command itself, start-up and all."""
+    """prepare(), all of it, in a process that has started, as on the other side."""
+    import prepare_fineweb
+    from configs import load
     out_dir = Path(out_dir)
+    config = load(prepare_fineweb.Config, "prepare_fineweb", [f"--source={parquet}", f"--out_dir={out_dir}"])
 
     def once():
         shutil.rmtree(out_dir, ignore_errors=True)
-        subprocess.run([sys.executable, "prepare_fineweb.py", f"--source={parquet}", f"--out_dir={out_dir}"],
-                       check=True, stdout=sys.stderr)
+        prepare_fineweb.prepare(config)
         return sum(file.stat().st_size // 2 - 512 for file in out_dir.glob("*.bin"))
     return once
 

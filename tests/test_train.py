@@ -711,6 +711,19 @@ def test_an_out_dir_that_cannot_be_written_is_told_before_training(data, tmp_pat
     assert "--out_dir" in error
 
 
+def test_data_without_a_validation_split_trains_without_evaluations(data, out, tmp_path):
+    shutil.copytree(data, tmp_path / "data", ignore=lambda folder, names: [n for n in names if "_val_" in n])
+    assert "there are no val shards" in run(tmp_path / "data", out)
+    assert run(tmp_path / "data", out, eval_every=0, max_steps=2) == 0
+
+
+@pytest.mark.parametrize("setting", ["save_every=-1", "eval_tokens=-5", "hellaswag_n=-1", "loss_chunk_rows=-1",
+                                     "sample_temperature=-0.1", "hours=-1", "min_lr_fraction=1.5", "log_every=0"])
+def test_a_number_that_means_nothing_is_refused_by_name(data, out, setting):
+    name, value = setting.split("=")
+    assert run(data, out, **{name: value}).startswith(f"{name} = {value}")
+
+
 def test_two_runs_do_not_share_a_folder(data, out):
     lock = prepare_fineweb.lock_folder(out)
     (out / "ckpt.pt.tmp").write_text("the other run is writing this", encoding="utf-8")
