@@ -322,7 +322,10 @@ def summed_loss(x, weight, targets, chunk_rows=0):
                 # cross-entropy's gradient by the logits: the probabilities, minus one at the token that came
                 grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0)).to(dtype)
                 grad_x.append(grad @ w_low * counted)
-                grad_w += grad.T @ (rows * counted)
+                if dtype == torch.float32:
+                    grad_w.addmm_(grad.T, rows * counted)  # in one pass over the large grad_w
+                else:
+                    grad_w += grad.T @ (rows * counted)
     return HandOver.apply(loss, x, weight, torch.cat(grad_x).to(x.dtype), grad_w) if needs_grad else loss
 
 

@@ -961,11 +961,13 @@ def make_plan(model, config, rows, device, dtype):
     kept.clear()
     compiled = start_compile(model, config, device, pass_s)
     micro_s = min(pass_s() for _ in range(2))
-    start_s = time.perf_counter()
-    for optimizer in optimizers:
-        optimizer.step()
-    next(model.parameters()).sum().item()
-    step_s = micro_s * config.tokens_per_step / config.block_size / micro + time.perf_counter() - start_s
+    for _ in range(2):  # the first makes the moments
+        start_s = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.step()
+        next(model.parameters()).sum().item()  # waits for the device
+        optimizer_s = time.perf_counter() - start_s
+    step_s = micro_s * config.tokens_per_step / config.block_size / micro + optimizer_s
     gb["optimizer"] = sum(tensor.nbytes for optimizer in optimizers for state in optimizer.state.values()
                           for tensor in state.values() if torch.is_tensor(tensor))
     total = config.max_steps * config.tokens_per_step
@@ -979,7 +981,7 @@ def make_plan(model, config, rows, device, dtype):
     say(f"disk      {disk_line(config, model)}")
     if config.hours:
         fits = int(config.hours * 3600 / step_s)
-        say(f"hours     --max_steps={fits} fits {config.hours:g} hours "
+        say(f"hours     --max_steps={fits} fits --hours={config.hours:g} "
             f"({fits * config.tokens_per_step:,} tokens)")
 
 
