@@ -541,12 +541,11 @@ def start_chat(folder):
 
 
 def start_train(folder):
-    """Until the first step is in the log; the evaluations that come before it are left out."""
+    """Until the first step is in the log, as configs/tiny has it: with an evaluation before."""
     def once():
         out_dir = Path(folder) / "run"
         shutil.rmtree(out_dir, ignore_errors=True)
-        command = [sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data", f"--out_dir={out_dir}",
-                   *(f"--{name}_every=0" for name in LOOKS)]
+        command = [sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data", f"--out_dir={out_dir}"]
         start_s = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and '"loss"' not in read_text(out_dir / "log.jsonl"):
