@@ -357,8 +357,7 @@ def compare(config):
         tell(about)
         header.append(f"{name} ({model.info['kind']}, step {model.info['step']:,})")
         columns.append(answers(Chat(model, config), asked))
-    for row in [header, ["---"] * len(header), *zip(*columns)]:
-        print("|", " | ".join(map(cell, row)), "|")
+    print(table(header, zip(*columns)), end="")
 
 
 def answers(chat, questions):
@@ -372,9 +371,13 @@ def answers(chat, questions):
     return texts
 
 
-def cell(text):
-    """`text` as a cell of a Markdown table."""
-    return re.sub(r"[\\|<]", r"\\\g<0>", text.translate(HIDDEN)).replace("\n", "<br>")
+def table(header, rows):
+    """Texts as a Markdown table."""
+    def cell(text):
+        return re.sub(r"[\\|<]", r"\\\g<0>", text.translate(HIDDEN)).replace("\n", "<br>")
+
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in lines)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UserError, run
+from configs import UserError, put_in_place, run
 
 REFERENCE = Path(__file__).parent / "configs" / "reference_curves.csv"
 GPT2_HELLASWAG = 0.2955  # OpenAI's 124M, completion style, normalised per token (hellaswag.py)
@@ -346,7 +346,7 @@ def draw(out_dirs, path):
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             figure.savefig(part, format="png")
-            os.replace(part, path)
+            put_in_place(part, path)
         finally:
             part.unlink(missing_ok=True)
 
@@ -462,6 +462,8 @@ def main():
         draw(out_dirs, picture)
     except ImportError:
         raise UserError("the picture needs matplotlib: pip install -r requirements.txt") from None
+    except OSError as error:
+        raise UserError(f"{picture} cannot be written: {error.strerror}") from None
     print(f"\n{picture}")
 
 

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 import configs
-from configs import UserError
+from configs import UserError, put_in_place
 from model import encode, load_model, pick_device
 
 DATASET = "Rowan/hellaswag"
@@ -143,7 +143,7 @@ def download(path):
             data.to_parquet(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     except Exception as error:  # an HTTP status, a timeout, no name server, a full disk: a dozen classes
         raise UserError(
             f"HellaSwag cannot be fetched from the hub ({type(error).__name__}: {first_line(error)}); "

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configs import UserError, write_text
+from configs import UserError, put_in_place, write_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Vocabulary: what a token is
@@ -96,7 +96,7 @@ def seed_bpe_folder(cache):
         if source and not (cached.exists() and hashlib.sha256(cached.read_bytes()).hexdigest() == sha256):
             temporary = cache / f"{key}.{os.getpid()}.tmp"  # several processes may be at it
             shutil.copyfile(source, temporary)
-            os.replace(temporary, cached)
+            put_in_place(temporary, cached)
 
 
 def encode(text):
@@ -322,7 +322,10 @@ def summed_loss(x, weight, targets, chunk_rows=0):
                 # cross-entropy's gradient by the logits: the probabilities, minus one at the token that came
                 grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0)).to(dtype)
                 grad_x.append(grad @ w_low * counted)
-                grad_w += grad.T @ (rows * counted)
+                if dtype == torch.float32:
+                    grad_w.addmm_(grad.T, rows * counted)  # in one pass over the large grad_w
+                else:
+                    grad_w += grad.T @ (rows * counted)
     return HandOver.apply(loss, x, weight, torch.cat(grad_x).to(x.dtype), grad_w) if needs_grad else loss
 
 
@@ -367,7 +370,7 @@ def save_model(model, folder, kind="base", step=0):
                                             "date": time.strftime("%Y-%m-%d %H:%M")})
     with open(temporary, "r+b") as file:
         os.fsync(file.fileno())
-    os.replace(temporary, folder / "model.safetensors")
+    put_in_place(temporary, folder / "model.safetensors")
 
     has_words = config.vocab_size > SYSTEM  # a toy vocabulary has no tokenizer
     end = END if kind == "chat" else END_OF_TEXT
@@ -444,7 +447,8 @@ def find_model(name):
         if (folder / "config.json").is_file():
             return folder
     if Path(name).exists() or str(name).count("/") > 1 or "\\" in str(name):
-        raise UserError(f"{name} holds no model (config.json); `python train.py` makes out/train/model")
+        raise UserError(f"{name} holds no model (config.json); `python train.py` makes out/train/model, and "
+                        "`python sft.py` out/sft/model of it")
     os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")
     try:
         from huggingface_hub import snapshot_download
@@ -477,6 +481,7 @@ def read_model(folder):
             raise UserError(f"{folder} is not GPT-2's network: config.json has {key} = {value}, not {wanted}")
     state = {}
     for key, tensor in tensors.items():
+        key = re.sub(r"^(module\.|_orig_mod\.)*", "", key)  # of a wrapped or compiled model, saved as it was
         # OpenAI's file carries the causal mask as buffers, and some carry the tied head a second time
         if not key.endswith((".attn.bias", ".attn.masked_bias", "lm_head.weight")):
             key = "transformer." + key.removeprefix("transformer.")

@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UserError, load, run, write_text
+from configs import UserError, load, put_in_place, run, write_text
 
 # `model` is imported where it is needed, as it imports torch: the process that downloads has no use for it.
 
@@ -91,7 +91,7 @@ def write_shard(path, tokens):
             file.write(np.array([MAGIC, VERSION, count], dtype="<i4").tobytes())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return count
@@ -108,27 +108,62 @@ def read_shard(path):
     magic, version, count = np.frombuffer(header[:12].ljust(12, b"\0"), dtype="<i4").tolist()
     if len(header) < HEADER_BYTES or (magic, version) != (MAGIC, VERSION) or count < 0:
         raise UserError(f"{path} is not a token shard (it begins with {magic}, {version} instead of {MAGIC}, "
-                        f"{VERSION}); delete it and run prepare_fineweb.py again")
+                        f"{VERSION}); delete it, and run the command that made it again")
     if size != HEADER_BYTES + 2 * count:
         raise UserError(f"{path} should hold {count:,} tokens in {HEADER_BYTES + 2 * count:,} bytes and has "
-                        f"{size:,} bytes; delete it and run prepare_fineweb.py again")
+                        f"{size:,} bytes; delete it, and run the command that made it again")
     if count == 0:
         return np.zeros(0, dtype="<u2")  # nothing cannot be mapped
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
 def shards(data_dir, split):
-    """The paths of the shards of `split`, "val" or "train", in order. Raises UserError without any."""
+    """The paths of the shards of `split`, "val" or "train", in order. Raises UserError without any, and where
+    meta.json (which llm.c's folders do not have) names others than are there."""
     command = f"`python prepare_fineweb.py --out_dir={data_dir}`"
-    if (Path(data_dir) / "meta.json").exists() and not read_meta(data_dir).get("complete", True):
+    meta = read_meta(data_dir) if (Path(data_dir) / "meta.json").exists() else {}
+    if not meta.get("complete", True):
         raise UserError(f"{data_dir} is not complete: the command that began it ({command} and its settings) "
                         "goes on where it stopped")
+    named = {shard if isinstance(shard, str) else shard["name"] for shard in meta.get("shards", [])}
+    there = {path.name for path in Path(data_dir).glob("*.bin")}
+    if named and there != named:
+        what = "lacks" if named - there else "holds more than its meta.json names:"
+        raise UserError(f"{data_dir} {what} {min(named ^ there)}; the command that made it makes what is "
+                        "missing, and what is too much belongs elsewhere")
     found = sorted(path for path in Path(data_dir).glob("*.bin")
                    if re.search(rf"_{split}_\d+\.bin$", path.name))
     if not found:
         raise UserError(f"there are no {split} shards in {data_dir}; {command} makes them "
                         f"(data/tiny: `python prepare_fineweb.py configs/tiny`)")
     return found
+
+
+def lock_folder(out_dir):
+    """Takes the folder for this process until it ends, however it ends. Returns the locked file."""
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        file = open(Path(out_dir) / ".lock", "a+b")  # noqa: SIM115 - open for as long as the run
+    except OSError as error:
+        raise UserError(f"out_dir = {out_dir} cannot be written: {error.strerror}; choose another "
+                        "with --out_dir=") from None
+    try:
+        if os.name == "nt":
+            import msvcrt
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+            raise UserError(f"out_dir = {out_dir} is in use by another run; wait for it, or choose "
+                            "another --out_dir=") from None
+        raise UserError(f"out_dir = {out_dir} cannot be locked ({error.strerror}), as on some network "
+                        "drives; choose an --out_dir= on a disk of this machine") from None
+    for leftover in Path(out_dir).glob("*.tmp"):  # of a run that was killed while it wrote
+        with contextlib.suppress(OSError):
+            leftover.unlink()
+    return file
 
 
 def read_meta(data_dir):
@@ -688,7 +723,7 @@ class Hub:
             plain = attempt >= 3 or problem is not None and problem.status == 429
             try:
                 got = self.ask(download, self.dataset, self.revision, file, incoming, plain, **slower)
-                os.replace(got, path)
+                put_in_place(got, path)
                 return
             except DownloadError as error:
                 problem = error
@@ -1039,6 +1074,7 @@ def main():
     elif config.verify:
         verify(config)
     else:
+        lock = lock_folder(config.out_dir)  # noqa: F841 - to the end
         prepare(config)
 
 

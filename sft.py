@@ -32,7 +32,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+import chat
 import curves
+import hellaswag
 import train
 from configs import FOLDER, UserError, load, run, save, write_text
 from model import (
@@ -45,12 +47,11 @@ from model import (
     generate,
     load_model,
     pick_dtype,
-    question_prompt,
     render_chat,
     summed_loss,
     supervised,
 )
-from prepare_fineweb import map_in_order, read_meta, read_shard, shards, write_shard
+from prepare_fineweb import lock_folder, map_in_order, read_meta, read_shard, shards, write_shard
 
 
 @dataclasses.dataclass
@@ -409,11 +410,8 @@ def plan_steps(config, split, widths):
 
 def check_settings(config):
     """Raises UserError for a setting that cannot be, with a value that can."""
-    for low, names in ((1, "tokens_per_step groups_per_step micro_batch_size block_size log_every"),
-                       (0, "epochs max_steps seed lr weight_decay grad_clip warmup_steps eval_rows")):
-        for name in names.split():
-            if getattr(config, name) < low:
-                raise UserError(f"{name} = {getattr(config, name)} must be at least {low}")
+    train.check_bounds(config, {"tokens_per_step", "groups_per_step", "micro_batch_size", "block_size",
+                                "log_every", "sample_rows", "sample_tokens"})
     if not config.epochs and not config.max_steps:
         raise UserError("epochs = 0 and max_steps = 0 do not say how long to train; epochs = 2 does")
     unit = config.groups_per_step * config.micro_batch_size * config.block_size
@@ -485,31 +483,13 @@ def reply_quality(model, test, config):
             "repetition": 1 - n_distinct / max(n_trigrams, 1), "replies": len(replies)}
 
 
-def ask(model, questions, max_new_tokens):
-    """The model's likeliest answers: [(question, answer)]; one that does not end by itself ends in " ...".
-
-    A question that begins with "and then:" goes on in the conversation of the one above. A base model, which
-    has never seen a role, is asked as `Question: ... Answer:`.
-    """
-    answers, messages = [], []
-    model.eval()
-    for question in questions:
-        text = question.removeprefix("and then:").strip()
-        messages = (messages if text != question else []) + [{"role": "user", "content": text}]
-        ids = render_chat(messages, reply=True) if model.info["kind"] == "chat" else question_prompt(messages)
-        reply = list(generate(model, ids, max_new_tokens, temperature=0, stop=(END, END_OF_TEXT)))
-        has_ended = reply[-1] in (END, END_OF_TEXT)
-        answer = decode(reply[:-1] if has_ended else reply).strip()
-        answers.append((question, answer if has_ended else answer + " ..."))
-        # a base model goes on to ask itself; the question that follows is about its answer
-        messages.append({"role": "assistant", "content": answer.split("\nQuestion:")[0]})
-    return answers
-
-
 def write_answers(model, config, step):
-    """Asks configs/questions.txt, adds the answers to the log, and rewrites answers.md from it."""
+    """Asks configs/questions.txt, adds the likeliest answers to the log, and rewrites answers.md from it."""
     questions = (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
-    for question, answer in ask(model, questions, config.sample_tokens):
+    settings = load(chat.Config, "chat", ["--temperature=0", "--repetition_penalty=1",
+                                          f"--max_new_tokens={config.sample_tokens}"])
+    model.eval()
+    for question, answer in zip(questions, chat.answers(chat.Chat(model, settings), questions)):
         row = {"step": step, "kind": model.info["kind"], "prompt": question, "sample": answer}
         train.append_log(config.out_dir, row)
     write_text(Path(config.out_dir) / "answers.md", answers_table(curves.read_log(config.out_dir)))
@@ -522,15 +502,10 @@ def answers_table(log):
         if "sample" in row:
             column = "base model" if row["kind"] == "base" else f"chat, step {row['step']:,}"
             answers.setdefault(column, {})[row["prompt"]] = row["sample"]
-
-    def line(cells):
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |\n"
-
-    text = "Always the likeliest token; ... where an answer did not end by itself.\n\n"
-    text += line(["", *answers]) + "|" + "---|" * (len(answers) + 1) + "\n"
-    for question in dict.fromkeys(itertools.chain(*answers.values())):
-        text += line([question, *(column.get(question, "") for column in answers.values())])
-    return "# The same questions, before and after\n\n" + text
+    rows = [[question, *(column.get(question, "") for column in answers.values())]
+            for question in dict.fromkeys(itertools.chain(*answers.values()))]
+    return ("# The same questions, before and after\n\nAlways the likeliest token; ... where an answer did "
+            "not end by itself.\n\n" + chat.table(["question", *answers], rows))
 
 
 def look(model, step, config, test, device, dtype, fence):
@@ -547,7 +522,8 @@ def look(model, step, config, test, device, dtype, fence):
             parts.append(f"test loss {loss:.4f} per supervised token")
     if due(config.hellaswag_every):
         with fence("HellaSwag", step):
-            score = train.score_hellaswag(model, config, step, step * config.tokens_per_step)
+            items = hellaswag.load_items(config.hellaswag_source)[0]
+            score = train.score_hellaswag(model, items, config, step, step * config.tokens_per_step)
             parts.append(f"HellaSwag {score:.1%}")
     if due(config.sample_every):
         with fence("replies", step):
@@ -615,7 +591,7 @@ def describe(config, model, data, widths, groups):
               f"{share:.1%} of the useful ones are supervised")
     train.say(f"steps     {config.max_steps:,} of {config.tokens_per_step:,} tokens, {epochs:.2f} epochs; "
               f"{config.optimizer}, lr {config.lr:g}")
-    train.say(f"disk      {train.disk_line(config, n_weights)}")
+    train.say(f"disk      {train.disk_line(config, model)}")
 
 
 def make_plan(config, model, data, groups, device, dtype):
@@ -649,17 +625,15 @@ def begin(config, model, step, device, dtype, compiled, world, fence):
 
 def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
     """The run from where out_dir stands to max_steps. Returns the exit code: 0, or 128 + the signal."""
-    master, fence, digest = rank == 0, train.Fence(config.out_dir, model, stop), fingerprint(config, data)
+    master, fence = rank == 0, train.Fence(config.out_dir, model, stop)
     optimizers = train.make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state, step, trained_s = train.load_checkpoint(config.out_dir), 0, 0.0
-    if state:
-        step = train.resume(state, model, optimizers, scaler, config, digest, FIXED)
-        trained_s = state["trained_s"]
-        del state  # as large as the model and its optimizer
+    digest = fingerprint(config, data)
+    checkpoints = train.Checkpoints(config, model, optimizers, scaler, digest, fence, "chat", FIXED)
+    step, trained_s = checkpoints.resume()
     if world > 1:
         train.agree_on_step(step, device, world)
-    if train.is_finished(config, step):
+    if checkpoints.is_finished(step):
         train.say(f"{config.out_dir} is finished: {step:,} steps. Talk to it: python chat.py "
                   f"--model={config.out_dir}/model; train on with larger --epochs and --max_steps")
         return 0
@@ -681,20 +655,14 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
         fresh_chat_rows(model, config.seed)
     model.info["kind"] = "chat"
     watch, power, bad_in_a_row = train.Watch(config.out_dir, device), train.PowerMeter(device), 0
-    saved_step, next_save, stopping, stop.raises = step, step + (config.save_every or math.inf), False, False
     if master and step == config.max_steps:  # killed after the last save, and maybe before the model folder's
-        train.write_model(config, model, step, fence, kind="chat")
+        checkpoints.write_model(step)
+    stopping, stop.raises = False, False
     while True:
         # ---- saving and looking: nothing here changes the training -----------------------------------------
         stopping, last = stopping or bool(stop.signal and world == 1), step == config.max_steps
-        if master and step != saved_step and (stopping or last or step >= next_save):
-            if train.keep(config, model, optimizers, scaler, step, digest, trained_s, fence, kind="chat"):
-                saved_step, next_save = step, step + (config.save_every or math.inf)
-            elif stopping or last:
-                raise UserError(f"step {step} is not saved: make space; the same command goes on from the "
-                                "checkpoint before")
-            else:
-                next_save = step + train.RETRY_SAVE_STEPS
+        if master:
+            checkpoints.save_if_due(step, trained_s, stopping or last)
         if master and not stopping:
             with contextlib.suppress(KeyboardInterrupt):  # a stop breaks it off; going on does it again
                 look(model, step, config, test, device, dtype, fence)
@@ -742,19 +710,9 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
         # ---- everything from here on is only for people ----------------------------------------------------
         step_s = time.perf_counter() - step_start_s
         trained_s, bad_in_a_row = trained_s + step_s, 0 if finite else bad_in_a_row + 1
-        if master and not finite:
-            fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, weights "
-                             "unchanged")
         if master:
-            tok_per_s = config.tokens_per_step / step_s
-            train.report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, fence)
-        # a scaler finds its scale by failing
-        if bad_in_a_row == train.BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):
-            good = step - bad_in_a_row  # nothing has changed since
-            if master:
-                train.keep(config, model, optimizers, scaler, good, digest, trained_s, fence, kind="chat")
-            raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. The "
-                            f"checkpoint is from step {good}, before them: go on with a lower --lr")
+            train.report(step, loss, grad_norm, step_s, config, optimizers, watch, power, fence)
+        checkpoints.stop_if_ill(bad_in_a_row, step, trained_s, master)
     return train.last_words(config, step, trained_s, stop) if master else 0
 
 
@@ -766,7 +724,7 @@ def run_tuning(config, stop):
     check_settings(config)
     train.refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, _ = pick_dtype(device, training=True, name=config.dtype)
-    lock = train.lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - kept
+    lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - kept
     if rank == 0:
         prepare(config)
     if world > 1:

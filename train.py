@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import curves
 import hellaswag
 import prepare_fineweb
-from configs import UserError, load, run, save, write_text
+from configs import UserError, load, put_in_place, run, save, write_text
 from model import (
     GPT,
     VOCAB_SIZE,
@@ -104,6 +104,7 @@ class Config:
 
 # What a checkpoint may not be resumed with: these decide what the weights are and which rows come next.
 FIXED = {"init_from", "block_size", "n_layer", "n_head", "n_embd", "tokens_per_step", "optimizer", "seed"}
+SHARES = {"dropout", "decay_fraction", "min_lr_fraction"}
 BAD_STEPS_IN_A_ROW = 5  # this many without a finite gradient, and the run is ill rather than unlucky
 RETRY_SAVE_STEPS = 20  # after a save that failed
 BIGGEST_ON_CPU = 50e6  # weights; 124M on a CPU takes months, so it must be asked for by name
@@ -128,8 +129,8 @@ class Rows:
         self.first = np.cumsum([0, *counts])  # the number of each shard's first row
         self.dropped_tokens = sum(max(0, len(tokens) - 1) for tokens in self.tokens) - len(self) * block_size
         if not len(self):
-            raise UserError(f"{data_dir}: its {split} shards are shorter than one row of "
-                            f"block_size = {block_size} tokens")
+            raise UserError(f"{data_dir}: its {split} shards are shorter than one row of block_size = "
+                            f"{block_size} tokens" + "; --eval_every=0 does without" * (split == "val"))
 
     def __len__(self):
         return int(self.first[-1])
@@ -167,7 +168,8 @@ def open_data(config, rank=0, world=1):
                             f"source = {config.source!r}; choose another --data_dir")
     if world > 1:
         torch.distributed.barrier()  # the others wait for the data
-    return Rows(config.data_dir, "train", config.block_size), Rows(config.data_dir, "val", config.block_size)
+    val_rows = Rows(config.data_dir, "val", config.block_size) if config.eval_every else None
+    return Rows(config.data_dir, "train", config.block_size), val_rows
 
 
 @functools.lru_cache(maxsize=2)
@@ -192,17 +194,18 @@ def micro_batches(rows, numbers, micro_batch_size, device):
         yield block[:, :-1], block[:, 1:]
 
 
+def check_bounds(config, at_least_1):
+    """Raises UserError for a number that is negative, or 0 although in `at_least_1`, or a share above 1."""
+    for name, value in dataclasses.asdict(config).items():
+        low, high = int(name in at_least_1), 1 if name in SHARES else math.inf
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            raise UserError(f"{name} = {value} must be at least {low}" + " and at most 1" * (high == 1))
+
+
 def check_batch(config, world=1):
     """(rows per step of one process, rows per micro-batch); UserError for what cannot be, with what can."""
-    for low, names in (
-            (1, "tokens_per_step micro_batch_size block_size n_layer n_head n_embd max_steps log_every"),
-            (0, "seed dropout lr muon_lr weight_decay grad_clip warmup_steps decay_fraction min_lr_fraction"),
-    ):
-        for name in names.split():
-            high = 1 if name in ("dropout", "decay_fraction", "min_lr_fraction") else math.inf
-            if not low <= getattr(config, name) <= high:
-                raise UserError(f"{name} = {getattr(config, name)} must be at least {low}"
-                                + " and at most 1" * (high == 1))
+    check_bounds(config, {"tokens_per_step", "micro_batch_size", "block_size", "n_layer", "n_head", "n_embd",
+                          "max_steps", "log_every"})
     if config.hours and not config.plan:
         raise UserError(f"hours = {config.hours:g} goes with --plan, which prints the max_steps that fit")
     unit = config.micro_batch_size * config.block_size
@@ -250,7 +253,7 @@ def make_optimizers(model, config):
     """
     hidden, embeddings, vectors = [], [], []
     for name, p in model.named_parameters():
-        (vectors if p.ndim < 2 else hidden if ".h." in name else embeddings).append(p)
+        (vectors if p.ndim < 2 else hidden if is_hidden(name, p) else embeddings).append(p)
     adamw = functools.partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
     if config.optimizer == "muon":
         optimizers = [Muon(hidden, config.muon_lr, config.weight_decay, model.config.n_embd),
@@ -261,6 +264,10 @@ def make_optimizers(model, config):
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def is_hidden(name, p):
+    return p.ndim == 2 and ".h." in name
 
 
 def set_lr(optimizers, factor):
@@ -317,7 +324,7 @@ def orthogonalize(matrices, steps=5):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The run's folder: lock, log, checkpoint
+# The run's folder: log and checkpoint
 
 
 def say(text):
@@ -325,30 +332,6 @@ def say(text):
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # or in another print
         if os.environ.get("RANK", "0") == "0":
             print(text, flush=True)
-
-
-def lock_folder(out_dir):
-    """Takes the folder for this process until it ends, however it ends. Returns the locked file."""
-    try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        file = open(Path(out_dir) / ".lock", "a+b")  # noqa: SIM115 - open for as long as the run
-    except OSError as error:
-        raise UserError(f"out_dir = {out_dir} cannot be written: {error.strerror}; choose another "
-                        "with --out_dir=") from None
-    try:
-        if os.name == "nt":
-            import msvcrt
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"out_dir = {out_dir} is in use by another run; wait for it, or choose another "
-                        "--out_dir=") from None
-    for leftover in Path(out_dir).glob("*.tmp"):  # of a run that was killed while it wrote
-        with contextlib.suppress(OSError):
-            leftover.unlink()
-    return file
 
 
 def append_log(out_dir, row):
@@ -379,8 +362,8 @@ def save_checkpoint(out_dir, state):
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            os.replace(path, path.with_name("ckpt_prev.pt"))
-        os.replace(temporary, path)
+            put_in_place(path, path.with_name("ckpt_prev.pt"))
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)  # half a file would only fill the disk further
 
@@ -411,67 +394,110 @@ def load_checkpoint(out_dir):
     return None
 
 
-def resume(state, model, optimizers, scaler, config, fingerprint, fixed=FIXED):
-    """Puts a checkpoint into model, optimizers and scaler, and returns its step.
+class Checkpoints:
+    """Saves a run when it is due, and takes it up where it stood.
 
-    Lists the settings that changed since. Raises UserError if one in `fixed` did, or if the data did.
+    data  a fingerprint of the rows: a checkpoint belongs to them
+    kind  of model, for its folder; `fixed` are the settings that may not change on resume
     """
-    old, new = state["settings"], dataclasses.asdict(config)
-    changed = {name: f"{name}: {old[name]!r} -> {new[name]!r}" for name in new
-               if name in old and old[name] != new[name] and name not in ("plan", "hours")}
-    refused = "; ".join(changed[name] for name in changed if name in fixed)
-    if refused:
-        raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot "
-                        f"change: {refused}. Go on with the old values, or start over in another --out_dir=")
-    if state["data"] != fingerprint:
-        raise UserError(f"{config.data_dir} is not the data that {config.out_dir} was trained on (its "
-                        "shards or meta.json changed), and the order of the rows depends on it; put it back, "
-                        "or choose another --out_dir=")
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        groups = optimizer.state_dict()["param_groups"]  # rates and decay come from the settings
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-    if state.get("scaler"):
-        scaler.load_state_dict(state["scaler"])
-    say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose "
-        "another --out_dir=")
-    if changed:
-        say("changed   since the checkpoint, and applied: " + "; ".join(changed.values()))
-    return state["step"]
 
+    def __init__(self, config, model, optimizers, scaler, data, fence, kind="base", fixed=FIXED):
+        self.config, self.model, self.optimizers, self.scaler = config, model, optimizers, scaler
+        self.data, self.fence, self.kind, self.fixed = data, fence, kind, fixed
+        self.saved_step = 0
+        self.next_step = self.after(0)
 
-def is_finished(config, step):
-    """Whether the last step was done and had its last look; a kill can come between the two."""
-    with contextlib.suppress(UserError):
-        return step > config.max_steps or (step == config.max_steps and any(
-            row.get("event") == "end" for row in curves.read_log(config.out_dir)))
-    return False
+    def after(self, step):
+        return step + (self.config.save_every or math.inf)
 
+    def resume(self):
+        """(step, seconds of training so far) after putting the newest checkpoint, if any, into the run.
 
-def keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence, kind="base"):
-    """Saves checkpoint and model folder at `step`; False, with a warning, if the disk does not let it."""
-    if not all(bool(p.isfinite().all()) for p in model.parameters()):
-        raise UserError(f"the weights at step {step} are not finite; go on from the checkpoint before, with "
-                        "a lower --lr")
-    try:
-        save_checkpoint(config.out_dir, {
-            "step": step, "settings": dataclasses.asdict(config), "data": fingerprint,
-            "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "scaler": scaler.state_dict(), "trained_s": trained_s})
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): make "
-                         "space. The one before is kept, and the next attempt comes soon")
+        Lists the settings that changed since. Raises UserError if one in `fixed` did, or if the data did.
+        """
+        state, config = load_checkpoint(self.config.out_dir), self.config
+        if state is None:
+            return 0, 0.0
+        old, new = state["settings"], dataclasses.asdict(config)
+        changed = {name: f"{name}: {old[name]!r} -> {new[name]!r}" for name in new
+                   if name in old and old[name] != new[name] and name not in ("plan", "hours")}
+        refused = "; ".join(changed[name] for name in changed if name in self.fixed)
+        if refused:
+            raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot "
+                            f"change: {refused}. Go on with the old values, or start over in another "
+                            "--out_dir=")
+        if state["data"] != self.data:
+            raise UserError(f"{config.data_dir} is not the data that {config.out_dir} was trained on (its "
+                            "shards or meta.json changed), and the order of the rows depends on it; put it "
+                            "back, or choose another --out_dir=")
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            groups = optimizer.state_dict()["param_groups"]  # rates and decay come from the settings
+            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        if state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose "
+            "another --out_dir=")
+        if changed:
+            say("changed   since the checkpoint, and applied: " + "; ".join(changed.values()))
+        self.saved_step, self.next_step = state["step"], self.after(state["step"])
+        return state["step"], state.get("trained_s", 0.0)
+
+    def is_finished(self, step):
+        """Whether the last step was done and had its last look; a kill can come between the two."""
+        with contextlib.suppress(UserError):
+            return step > self.config.max_steps or (step == self.config.max_steps and any(
+                row.get("event") == "end" for row in curves.read_log(self.config.out_dir)))
         return False
-    write_model(config, model, step, fence, kind)
-    return True
 
+    def save_if_due(self, step, trained_s, last):
+        """Saves every save_every steps and at the `last`; sooner again after a save that failed."""
+        if step == self.saved_step or not (last or step >= self.next_step):
+            return
+        if self.save(step, trained_s):
+            self.saved_step, self.next_step = step, self.after(step)
+        elif last:
+            raise UserError(f"step {step} is not saved: make space; the same command goes on from the "
+                            "checkpoint before")
+        else:
+            self.next_step = step + RETRY_SAVE_STEPS
 
-def write_model(config, model, step, fence, kind="base"):
-    """Rewrites out_dir/model. A failure is said each time: sft.py and chat.py would take the old one."""
-    try:
-        save_model(model, Path(config.out_dir) / "model", kind=kind, step=step)
-    except Exception as error:  # safetensors has its own class; on Windows a chat may hold the file
-        fence.warn(step, f"{config.out_dir}/model is not rewritten: {' '.join(str(error).split())[:120]}")
+    def save(self, step, trained_s):
+        """Saves checkpoint and model folder at `step`; False, with a warning, if the disk does not let it."""
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise UserError(f"the weights at step {step} are not finite; go on from the checkpoint before, "
+                            "with a lower --lr")
+        try:
+            save_checkpoint(self.config.out_dir, {
+                "step": step, "settings": dataclasses.asdict(self.config), "data": self.data,
+                "model": self.model.state_dict(), "scaler": self.scaler.state_dict(), "trained_s": trained_s,
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]})
+        except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+            self.fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): "
+                                  "make space. The one before is kept, and the next attempt comes soon")
+            return False
+        self.write_model(step)
+        return True
+
+    def write_model(self, step):
+        """Rewrites out_dir/model. A failure is said each time: sft.py and chat.py would take the old."""
+        folder = Path(self.config.out_dir) / "model"
+        try:
+            save_model(self.model, folder, kind=self.kind, step=step)
+        except Exception as error:  # safetensors has its own class; on Windows a chat may hold the file
+            self.fence.warn(step, f"{folder} is not rewritten: {' '.join(str(error).split())[:120]}")
+
+    def stop_if_ill(self, bad_in_a_row, step, trained_s, master):
+        """Raises UserError after too many steps without a finite gradient, and saves the step before them."""
+        # a scaler finds its scale by failing
+        if bad_in_a_row < BAD_STEPS_IN_A_ROW * (4 if self.scaler.is_enabled() else 1):
+            return
+        good = step - bad_in_a_row  # nothing has changed since
+        if master:
+            self.save(good, trained_s)
+        raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. The "
+                        f"checkpoint is from step {good}, before them: go on with a lower --lr or a longer "
+                        "--warmup_steps")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -567,12 +593,12 @@ class PowerMeter:
     def __init__(self, device):
         self.watts = None
         if device.type == "cuda" and shutil.which("nvidia-smi"):
-            gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its number may differ from torch's
-            threading.Thread(target=self.read, args=(gpu,), daemon=True).start()
+            threading.Thread(target=self.read, args=(device,), daemon=True).start()
 
-    def read(self, gpu):
-        command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
-        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+    def read(self, device):
+        with contextlib.suppress(Exception):  # old drivers and virtual GPUs have many ways to say no
+            gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its number may differ from torch's
+            command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
             while True:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
                 self.watts = float(done.stdout)
@@ -797,9 +823,8 @@ def write_samples(model, config, step):
     write_text(Path(config.out_dir) / "samples.md", text)
 
 
-def score_hellaswag(model, config, step, tokens_seen):
+def score_hellaswag(model, items, config, step, tokens_seen):
     """HellaSwag's normalised accuracy, logged; it never holds more tokens than a step's micro-batch."""
-    items, _ = hellaswag.load_items(config.hellaswag_source)
     max_tokens = config.micro_batch_size * config.block_size
     score = hellaswag.evaluate(model, items, n=config.hellaswag_n, max_tokens=max_tokens)
     append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "hellaswag": score["acc"],
@@ -810,6 +835,7 @@ def score_hellaswag(model, config, step, tokens_seen):
 def look(model, step, config, rows, micro, device, dtype, fence):
     """Everything that looks at the model at `step` and cannot stop or change the training."""
     last, tokens_seen = step == config.max_steps, step * config.tokens_per_step
+    knows_nothing = step == 0 and not config.init_from  # then the score is chance, and the text noise
     val_loss = score = None
 
     def due(every):
@@ -821,8 +847,9 @@ def look(model, step, config, rows, micro, device, dtype, fence):
             append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "val_loss": val_loss})
     if due(config.hellaswag_every):
         with fence("HellaSwag", step):
-            score = score_hellaswag(model, config, step, tokens_seen)
-    if due(config.sample_every):
+            items = hellaswag.load_items(config.hellaswag_source)[0]  # at step 0, too: a failure shows now
+            score = None if knows_nothing else score_hellaswag(model, items, config, step, tokens_seen)
+    if due(config.sample_every) and not knows_nothing:
         with fence("samples", step):
             write_samples(model, config, step)
     if val_loss is None and score is None:
@@ -837,8 +864,12 @@ def look(model, step, config, rows, micro, device, dtype, fence):
             curves.draw([config.out_dir], Path(config.out_dir) / "curves.png")
 
 
-def report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, fence):
+def report(step, loss, grad_norm, step_s, config, optimizers, watch, power, fence):
     """One aligned line on the screen and one in the log, after what is worth a warning."""
+    tok_per_s = config.tokens_per_step / step_s
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, weights "
+                         "unchanged")
     with fence("watching", step, breakable=False):
         for text in watch.remarks(loss, tok_per_s):
             fence.warn(step, text)
@@ -886,11 +917,14 @@ def refuse_a_crawl(config, device, n_weights):
                         "in minutes; --device=cpu insists")
 
 
-def disk_line(config, n_weights):
+def disk_line(config, model):
     """What the run will write: two checkpoints and one being written, and the model folder with its own."""
     out_dir = Path(config.out_dir).resolve()
     free = shutil.disk_usage(next(path for path in [out_dir, *out_dir.parents] if path.exists())).free / 1e9
-    need = (3 * (3 if config.optimizer == "adamw" else 2) + 2) * 4 * n_weights / 1e9
+    # a checkpoint holds each weight with its moments: AdamW has two of them, Muon one
+    checkpoint = sum(p.numel() * (2 if config.optimizer == "muon" and is_hidden(name, p) else 3)
+                     for name, p in model.named_parameters())
+    need = 4 * (3 * checkpoint + 2 * sum(p.numel() for p in model.parameters())) / 1e9
     lack = "; TOO LITTLE: make space before the first save, or choose another --out_dir="
     return f"{need:.1f} GB needed in {config.out_dir}, {free:.1f} GB free" + lack * (free < need)
 
@@ -898,7 +932,8 @@ def disk_line(config, n_weights):
 def make_plan(model, config, rows, device, dtype):
     """Prints what the run needs: steps, hours and memory by part, measured here and not guessed."""
     n_weights = sum(p.numel() for p in model.parameters())
-    micro = check_batch(config)[1] if device.type == "cuda" or n_weights < BIGGEST_ON_CPU else 1
+    at_once = check_batch(config)[1]
+    micro = at_once if device.type == "cuda" or n_weights < BIGGEST_ON_CPU else 1  # a CPU takes its time
     numbers, kept = rows_of_step(0, len(rows), micro, config.seed), {}
     optimizers = make_optimizers(model, config)
 
@@ -918,33 +953,35 @@ def make_plan(model, config, rows, device, dtype):
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         pass_s()
     weights = {p.data_ptr() for p in model.parameters()}
-    gb = {"weights": 4 * n_weights, "gradients": 4 * n_weights,
-          "optimizer": 4 * n_weights * (2 if config.optimizer == "adamw" else 1),
-          "activations": 0, "logits": 0}
+    gb = {"weights": 4 * n_weights, "gradients": 4 * n_weights, "optimizer": 0, "activations": 0, "logits": 0}
     for pointer, tensor in kept.items():
         if pointer not in weights:
             part = "logits" if tensor.dim() and tensor.size(-1) == VOCAB_SIZE else "activations"
-            gb[part] += tensor.untyped_storage().nbytes()
+            gb[part] += tensor.untyped_storage().nbytes() * at_once // micro
     kept.clear()
     compiled = start_compile(model, config, device, pass_s)
-    micro_s = min(pass_s() for _ in range(3))
-    start_s = time.perf_counter()
-    for optimizer in optimizers:
-        optimizer.step()
-    next(model.parameters()).sum().item()
-    step_s = micro_s * config.tokens_per_step / config.block_size / micro + time.perf_counter() - start_s
+    micro_s = min(pass_s() for _ in range(2))
+    for _ in range(2):  # the first makes the moments
+        start_s = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.step()
+        next(model.parameters()).sum().item()  # waits for the device
+        optimizer_s = time.perf_counter() - start_s
+    step_s = micro_s * config.tokens_per_step / config.block_size / micro + optimizer_s
+    gb["optimizer"] = sum(tensor.nbytes for optimizer in optimizers for state in optimizer.state.values()
+                          for tensor in state.values() if torch.is_tensor(tensor))
     total = config.max_steps * config.tokens_per_step
     say(f"tokens    {total:,} = {config.max_steps:,} steps of {config.tokens_per_step:,} "
         f"({total / (len(rows) * config.block_size):.2f} times through the data)")
     say("memory    " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in gb.items())
-        + f"; together {sum(gb.values()) / 1e9:.2f} GB for {micro} rows at once, not compiled")
+        + f"; together {sum(gb.values()) / 1e9:.2f} GB for {at_once} rows at once, not compiled")
     say(f"time      {step_s:.2f} s a step, {config.tokens_per_step / step_s:,.0f} tokens/s (measured on "
         f"{micro} rows and one step of the optimizer; compile {compiled}), "
         f"{config.max_steps * step_s / 3600:.1f} hours without evaluations")
-    say(f"disk      {disk_line(config, n_weights)}")
+    say(f"disk      {disk_line(config, model)}")
     if config.hours:
         fits = int(config.hours * 3600 / step_s)
-        say(f"hours     --max_steps={fits} fits {config.hours:g} hours "
+        say(f"hours     --max_steps={fits} fits --hours={config.hours:g} "
             f"({fits * config.tokens_per_step:,} tokens)")
 
 
@@ -962,7 +999,7 @@ def describe_start(config, model, step, rows, device, dtype, why, compiled, worl
     say(f"device    {device.type}, {name}, {precision} ({why}); PyTorch {torch.__version__}, "
         f"CUDA {torch.version.cuda}; attention {attention}; compile {compiled}"
         + (f"; {world} processes" if world > 1 else ""))
-    say(f"disk      {disk_line(config, n_weights)}")
+    say(f"disk      {disk_line(config, model)}")
     with contextlib.suppress(Exception):
         say(f"awake     {keep_awake()}")
     say(f"steps     {step:,} of {config.max_steps:,}, {config.tokens_per_step:,} tokens each, {total:,} in "
@@ -998,17 +1035,13 @@ def last_words(config, step, trained_s, stop):
 def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
     """The run from where out_dir stands to max_steps. Returns 0, or 128 + the signal that ended it."""
     share, micro = check_batch(config, world)
-    master, fence, fingerprint = rank == 0, Fence(config.out_dir, model, stop), rows.fingerprint()
-    optimizers = make_optimizers(model, config)
+    master, fence, optimizers = rank == 0, Fence(config.out_dir, model, stop), make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # else fp16 gradients become 0
-    state, step, trained_s = load_checkpoint(config.out_dir), 0, 0.0
-    if state:
-        trained_s = state.get("trained_s", 0.0)
-        step = resume(state, model, optimizers, scaler, config, fingerprint)
-        del state  # as large as the model and its optimizer
+    checkpoints = Checkpoints(config, model, optimizers, scaler, rows.fingerprint(), fence)
+    step, trained_s = checkpoints.resume()
     if world > 1:
         agree_on_step(step, device, world)
-    if is_finished(config, step):
+    if checkpoints.is_finished(step):
         say(f"{config.out_dir} is finished: {step:,} steps. Talk to it with chat.py, tune it with sft.py, "
             "train on with a larger --max_steps")
         return 0
@@ -1027,21 +1060,14 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
             cut_log(config.out_dir, step)
             append_log(config.out_dir, start)
     watch, power, bad_in_a_row = Watch(config.out_dir, device), PowerMeter(device), 0
-    first_step = saved_step = step
     if master and step == config.max_steps:  # killed after the last save, and maybe before the model folder's
-        write_model(config, model, step, fence)
-    next_save, stopping, stop.raises = step + (config.save_every or math.inf), False, False
+        checkpoints.write_model(step)
+    first_step, stopping, stop.raises = step, False, False
     while True:
         # ---- saving and looking: nothing here changes the training -----------------------------------------
         stopping, last = stopping or bool(stop.signal and world == 1), step == config.max_steps
-        if master and step != saved_step and (stopping or last or step >= next_save):
-            if keep(config, model, optimizers, scaler, step, fingerprint, trained_s, fence):
-                saved_step, next_save = step, step + (config.save_every or math.inf)
-            elif stopping or last:
-                raise UserError(f"step {step} is not saved: make space; the same command goes on from the "
-                                "checkpoint before")
-            else:
-                next_save = step + RETRY_SAVE_STEPS
+        if master:
+            checkpoints.save_if_due(step, trained_s, stopping or last)
         if master and not stopping:
             with contextlib.suppress(KeyboardInterrupt):  # a stop breaks it off; going on does it again
                 look(model, step, config, val_rows, micro, device, dtype, fence)
@@ -1086,19 +1112,9 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
         # ---- everything from here on is only for people ----------------------------------------------------
         step_s = time.perf_counter() - step_start_s
         trained_s, bad_in_a_row = trained_s + step_s, 0 if finite else bad_in_a_row + 1
-        if master and not finite:
-            fence.warn(step, f"loss {loss} or gradient norm {grad_norm} is not finite: step skipped, "
-                             "weights unchanged")
         if master:
-            tok_per_s = config.tokens_per_step / step_s
-            report(step, loss, grad_norm, tok_per_s, config, optimizers, watch, power, fence)
-        if bad_in_a_row == BAD_STEPS_IN_A_ROW * (4 if scaler.is_enabled() else 1):  # a scale starts too high
-            good = step - bad_in_a_row  # nothing has changed since
-            if master:
-                keep(config, model, optimizers, scaler, good, fingerprint, trained_s, fence)
-            raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. "
-                            f"The checkpoint is from step {good}, before them: go on with a lower --lr or a "
-                            "longer --warmup_steps")
+            report(step, loss, grad_norm, step_s, config, optimizers, watch, power, fence)
+        checkpoints.stop_if_ill(bad_in_a_row, step, trained_s, master)
         if step == first_step + 3:
             gc.collect()
             gc.freeze()  # what lives now lives to the end: later collections need not look at it
@@ -1112,7 +1128,8 @@ def run_training(config, stop):
     model = start_model(config, device)
     refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, why = pick_dtype(device, training=True, name=config.dtype)
-    lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - to the end
+    has_folder = rank == 0 and not config.plan
+    lock = prepare_fineweb.lock_folder(config.out_dir) if has_folder else None  # noqa: F841 - to the end
     rows, val_rows = open_data(config, rank, world)
     try:
         with attention_order(config.attention):

@@ -9,10 +9,12 @@ Later wins. The dataclass holds only types, so no value is written twice, and a 
 
 import dataclasses
 import difflib
+import errno
 import json
 import math
 import os
 import sys
+import time
 import tomllib
 import typing
 from pathlib import Path
@@ -67,7 +69,18 @@ def write_text(path, text):
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    put_in_place(temporary, path)
+
+
+def put_in_place(temporary, path):
+    """os.replace(), with some patience: on Windows it fails while a virus scanner looks at either file."""
+    for wait_s in (0.1, 0.3, 1.0, None):
+        try:
+            return os.replace(temporary, path)
+        except PermissionError:
+            if wait_s is None:
+                raise
+            time.sleep(wait_s)
 
 
 def run(main):
@@ -75,6 +88,8 @@ def run(main):
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # not every console can print every character
+            if os.name == "nt" and not stream.isatty() and not os.environ.get("PYTHONIOENCODING"):
+                stream.reconfigure(encoding="utf-8")  # a file can
     try:
         main()
         sys.stdout.flush()
@@ -83,7 +98,10 @@ def run(main):
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `| head` has seen enough
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and (os.name, error.errno) != ("nt", errno.EINVAL):
+            raise
+        # `| head` has seen enough; Windows calls that an invalid argument
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

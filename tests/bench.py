@@ -387,13 +387,15 @@ def make_parquet(folder, megabytes=120):
 
 
 def prepare_ours(parquet, out_dir):
-    """The command itself, start-up and all."""
+    """prepare(), all of it, in a process that has started, as on the other side."""
+    import prepare_fineweb
+    from configs import load
     out_dir = Path(out_dir)
+    config = load(prepare_fineweb.Config, "prepare_fineweb", [f"--source={parquet}", f"--out_dir={out_dir}"])
 
     def once():
         shutil.rmtree(out_dir, ignore_errors=True)
-        subprocess.run([sys.executable, "prepare_fineweb.py", f"--source={parquet}", f"--out_dir={out_dir}"],
-                       check=True, stdout=sys.stderr)
+        prepare_fineweb.prepare(config)
         return sum(file.stat().st_size // 2 - 512 for file in out_dir.glob("*.bin"))
     return once
 
@@ -539,12 +541,11 @@ def start_chat(folder):
 
 
 def start_train(folder):
-    """Until the first step is in the log; the evaluations that come before it are left out."""
+    """Until the first step is in the log, as configs/tiny has it: with an evaluation before."""
     def once():
         out_dir = Path(folder) / "run"
         shutil.rmtree(out_dir, ignore_errors=True)
-        command = [sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data", f"--out_dir={out_dir}",
-                   *(f"--{name}_every=0" for name in LOOKS)]
+        command = [sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data", f"--out_dir={out_dir}"]
         start_s = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and '"loss"' not in read_text(out_dir / "log.jsonl"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 import random
 import subprocess
 import sys
@@ -181,6 +182,23 @@ def test_write_text_leaves_the_old_file_or_the_new_one(script, monkeypatch):
     with pytest.raises(OSError):
         configs.write_text("a.txt", "new")
     assert Path("a.txt").read_text(encoding="utf-8") == "old 🙂"
+
+
+def test_a_file_that_a_virus_scanner_holds_for_a_moment_is_replaced_all_the_same(script, monkeypatch):
+    replace, refusals = os.replace, iter([PermissionError(13, "in use")] * 2)
+
+    def held(*paths):
+        for error in refusals:
+            raise error
+        replace(*paths)
+
+    monkeypatch.setattr(configs.os, "replace", held)
+    monkeypatch.setattr(configs.time, "sleep", lambda s: None)
+    configs.write_text("a.txt", "new")
+    assert Path("a.txt").read_text(encoding="utf-8") == "new"
+    refusals = iter([PermissionError(13, "in use")] * 9)
+    with pytest.raises(PermissionError):
+        configs.write_text("a.txt", "newer")
 
 
 def ended(code, **options):

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = ["configs", "model", "prepare_fineweb", "hellaswag", "curves", "train", "sft"]  # of reading
 MAY_IMPORT = {name: ORDER[:i] for i, name in enumerate(ORDER)}
-MAY_IMPORT |= {"chat": ["configs", "model"], "curves": ["configs"]}
+MAY_IMPORT |= {"chat": ["configs", "model"], "curves": ["configs"], "sft": [*MAY_IMPORT["sft"], "chat"]}
 SCRIPTS = ["prepare_fineweb", "hellaswag", "curves", "train", "sft", "chat"]
 HEAVY = {"datasets", "huggingface_hub", "matplotlib", "transformers", "pyarrow"}
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("configs/**/*.py"), *ROOT.glob("tests/*.py")])

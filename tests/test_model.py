@@ -336,6 +336,17 @@ def test_our_logits_equal_transformers_for_the_same_folder(sizes, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters()))
 
 
+def test_the_prefixes_of_a_wrapped_or_compiled_model_do_not_matter(tmp_path):
+    from safetensors.torch import load_file, save_file
+    gpt = small()
+    save_model(gpt, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for prefix in ("_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
+        save_file({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "model.safetensors")
+        loaded = load_model(tmp_path).state_dict()
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in gpt.state_dict().items())
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_openais_folder_opens_with_its_layout(sizes, dtype, tmp_path):

@@ -1,5 +1,6 @@
 """prepare_fineweb.py: text in, shards out, whatever happens in between."""
 
+import errno
 import hashlib
 import inspect
 import io
@@ -123,6 +124,33 @@ def test_missing_and_unfinished_data_is_answered_with_the_command_that_makes_it(
     (tmp_path / "meta.json").write_text('{"complete": false}', encoding="utf-8")
     with pytest.raises(UserError, match="not complete"):
         prepare_fineweb.shards(tmp_path, "train")
+
+
+def test_a_folder_that_is_not_what_its_meta_json_says_is_refused_by_name(tmp_path):
+    (tmp_path / "in.txt").write_text("some words " * 500, encoding="utf-8")
+    prepare(tmp_path, source=tmp_path / "in.txt", val_tokens=0)
+    train, = prepare_fineweb.shards(tmp_path / "out", "train")
+    shutil.copy(train, train.with_name("in_train_000002.bin"))
+    with pytest.raises(UserError, match=r"holds more than its meta.json names: in_train_000002.bin"):
+        prepare_fineweb.shards(tmp_path / "out", "train")
+    os.replace(train, train.with_name("in_train_000002.bin"))
+    with pytest.raises(UserError, match=r"lacks in_train_000001.bin; the command that made it"):
+        prepare_fineweb.shards(tmp_path / "out", "train")
+
+
+def test_two_preparations_do_not_share_a_folder(tmp_path):
+    (tmp_path / "in.txt").write_text("some words", encoding="utf-8")
+    lock = prepare_fineweb.lock_folder(tmp_path / "out")
+    said, _ = start(tmp_path / "out", source=tmp_path / "in.txt").communicate()
+    assert "in use by another run" in said and "Traceback" not in said
+    lock.close()
+
+
+def test_a_disk_that_cannot_lock_is_not_called_in_use(tmp_path, monkeypatch):
+    import fcntl
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(UserError, match=r"cannot be locked \(No locks available\)"):
+        prepare_fineweb.lock_folder(tmp_path)
 
 
 # ---- what becomes of a document

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+import chat
+import configs
 import curves
 import sft
 import train
@@ -467,7 +469,7 @@ def test_answers_are_a_table_of_the_base_model_and_the_chat_model_over_time(tmp_
     sft_run(*words(base, chats, tmp_path / "out", "--sample_every=4", "--save_every=3", "--sample_tokens=4"))
     lines = (tmp_path / "out" / "answers.md").read_text(encoding="utf-8").splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert table[0] == "|  | base model | chat, step 0 | chat, step 3 | chat, step 6 |"
+    assert table[0] == "| question | base model | chat, step 0 | chat, step 3 | chat, step 6 |"
     questions = (ROOT / "configs" / "questions.txt").read_text(encoding="utf-8").splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [f"| {question}" for question in questions]
 
@@ -483,7 +485,9 @@ def test_five_conversations_are_learned_by_heart_and_every_reply_ends_by_itself(
                           "--log_every=20")) == 0
     model = load_model(str(tmp_path / "out"))
     assert model.info["kind"] == "chat"
-    assert dict(sft.ask(model, list(facts), max_new_tokens=30)) == facts  # no " ...": each wrote its <|end|>
+    config = configs.load(chat.Config, "chat", ["--temperature=0", "--max_new_tokens=30"])
+    answers = chat.answers(chat.Chat(model, config), list(facts))
+    assert answers == list(facts.values())  # no " ...": each wrote its <|end|>
     losses = [row["val_loss"] for row in read_log(tmp_path / "out") if "val_loss" in row]
     assert losses[0] > 10 and losses[-1] < 0.1
 

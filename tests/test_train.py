@@ -273,7 +273,7 @@ def die_at(moment, count=""):
     for owner, name in ((os, "replace"), (train, "append_log"), (torch.Tensor, "backward"), (train.GPT, "zero_grad")):
         ticking(owner, name, after=True)
     for owner, name in ((os, "fsync"), (train, "validation_loss"), (train, "generate"), (torch.optim.AdamW, "step"),
-                        (train, "orthogonalize"), (train, "score_hellaswag"), (train, "resume")):
+                        (train, "orthogonalize"), (train, "score_hellaswag"), (train.Checkpoints, "resume")):
         ticking(owner, name)
     save = torch.save
 
@@ -588,9 +588,10 @@ def test_the_power_meter_claims_nothing_without_readings(monkeypatch):
     meter = train.PowerMeter(torch.device("cpu"))
     answers = iter([types.SimpleNamespace(stdout="212.50\n"), types.SimpleNamespace(stdout="[N/A]\n")])
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: next(answers))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="0"))
     monkeypatch.setattr(train.time, "sleep", lambda seconds: seen.append(meter.watts))
     seen = []
-    meter.read("GPU-0")
+    meter.read(torch.device("cuda"))
     assert seen == [212.5]
     assert meter.watts is None
 
@@ -723,8 +724,21 @@ def test_an_out_dir_that_cannot_be_written_is_told_before_training(data, tmp_pat
     assert "--out_dir" in error
 
 
+def test_data_without_a_validation_split_trains_without_evaluations(data, out, tmp_path):
+    shutil.copytree(data, tmp_path / "data", ignore=lambda folder, names: [n for n in names if "_val_" in n])
+    assert "there are no val shards" in run(tmp_path / "data", out)
+    assert run(tmp_path / "data", out, eval_every=0, max_steps=2) == 0
+
+
+@pytest.mark.parametrize("setting", ["save_every=-1", "eval_tokens=-5", "hellaswag_n=-1", "loss_chunk_rows=-1",
+                                     "sample_temperature=-0.1", "hours=-1", "min_lr_fraction=1.5", "log_every=0"])
+def test_a_number_that_means_nothing_is_refused_by_name(data, out, setting):
+    name, value = setting.split("=")
+    assert run(data, out, **{name: value}).startswith(f"{name} = {value}")
+
+
 def test_two_runs_do_not_share_a_folder(data, out):
-    lock = train.lock_folder(out)
+    lock = prepare_fineweb.lock_folder(out)
     (out / "ckpt.pt.tmp").write_text("the other run is writing this", encoding="utf-8")
     assert "in use" in run(data, out)
     assert (out / "ckpt.pt.tmp").exists()
@@ -1176,15 +1190,16 @@ def test_a_run_ends_with_a_summary_and_what_it_wrote(data, out, capsys):
     assert "kWh" not in said  # no power was measured
     samples = (out / "samples.md").read_text(encoding="utf-8")
     assert samples.count("## The capital of France is") == 1
-    assert [line for line in samples.splitlines() if line.startswith("**")] == ["**step 0**", "**step 4**", "**step 6**"]
+    assert [line for line in samples.splitlines() if line.startswith("**")] == ["**step 4**", "**step 6**"]
     assert gpt.load_model(out / "model").info["step"] == 6
 
 
 def test_too_little_space_is_told_at_the_start(data, out, monkeypatch):
     config = settings(data, out)
     monkeypatch.setattr(train.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=5e8))
-    assert "TOO LITTLE" not in train.disk_line(config, 1e6)
-    assert "TOO LITTLE" in train.disk_line(config, 124e6)
+    small, big = (gpt.GPT(gpt.GPTConfig(8, 1, 1, n_embd)) for n_embd in (8, 512))
+    assert "TOO LITTLE" not in train.disk_line(config, small)
+    assert "TOO LITTLE" in train.disk_line(config, big)  # 29M weights, 11 times over
 
 
 def test_importing_train_brings_nothing_that_is_not_needed(server):
