@@ -1,7 +1,7 @@
 """Plants twenty faults, one at a time, and looks whether the tests of the file that has it find it.
 
-    python tests/mutate.py                all twenty; an hour on two quiet cores
-    python tests/mutate.py shift accumulate
+    python tests/mutate.py                all twenty; about 20 minutes on two quiet cores
+    python tests/mutate.py shift tying    two of them
 
 Run by hand, when tests were changed much. The faults go into a copy of the repository, as it is on the disk.
 Each is a slip of the hand in one line; the program still runs, and most still train. Exits with 1 if fewer
@@ -96,7 +96,7 @@ def first_failure(folder, file):
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/test_{file}"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8",
                           errors="replace", check=False)
-    failed = re.search(r"^(?:FAILED|ERROR) \S+?::(\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode not in (0, 1) or bool(failed) != done.returncode:
         sys.exit(f"pytest could not run tests/test_{file}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return failed[1] if failed else "", time.monotonic() - start_s

@@ -241,7 +241,7 @@ def test_weight_tying_one_matrix_reads_and_writes(tmp_path):
 
 
 def test_weight_tying_the_gradient_is_the_sum_of_both_uses():
-    gpt, ids = small(block_size=8), some_ids(2, 9)
+    gpt, ids = small(vocab_size=300, block_size=8), some_ids(2, 9, vocab_size=300)
     wte = gpt.transformer["wte"].weight
     x = gpt.hidden(ids[:, :-1])
     targets = ids[:, 1:].flatten()
@@ -640,6 +640,14 @@ def test_the_repetition_penalty_spares_the_end_of_a_turn():
     logits[[7, END]] = torch.tensor([2.0, 1.9])
     pick = lambda seen: sample(logits.clone(), seen, 0, 0, 1.0, 1.5, None)
     assert pick([]) == 7 and pick([END]) == 7 and pick([7, END]) == END
+
+
+def test_the_repetition_penalty_makes_a_word_less_likely_on_both_sides_of_zero():
+    for likeliest in (2.0, -2.0):
+        logits = torch.full((50,), -50.0)
+        logits[[7, 8]] = torch.tensor([likeliest, likeliest - 0.1])
+        picked = [sample(logits.clone(), seen, 0, 0, 1.0, 1.5, None) for seen in ([], [7], [7, 8])]
+        assert picked == [7, 8, 7]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -19,7 +19,7 @@ import configs
 import curves
 import sft
 import train
-from configs import UserError
+from configs import UserError, load
 from curves import read_log
 from model import (
     ASSISTANT,
@@ -399,6 +399,25 @@ def test_micro_batches_of_any_size_add_up_to_the_mean_over_the_steps_supervised_
                        "--warmup_steps=0", "--decay_fraction=0", "--grad_clip=0",
                        f"--micro_batch_size={micro_batch_size}"))
         assert largest_difference(weights(out_dir), wanted) < 1e-6
+
+
+def test_each_step_has_its_own_rate_and_dropout_and_a_gradient_within_grad_clip(
+        tmp_path, base, chats, sft_run, monkeypatch):
+    seen, adamw_step = [], torch.optim.AdamW.step
+
+    def step(self):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm(grads).item()
+        seen.append((self.param_groups[0]["lr"], torch.initial_seed(), norm))
+        adamw_step(self)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    options = words(base, chats, tmp_path / "out", "--grad_clip=0.1", "--optimizer=adamw")
+    assert sft_run(*options) == 0
+    rates, seeds, norms = zip(*seen)
+    config = load(sft.Config, "sft", options)
+    assert rates == pytest.approx([config.lr * train.lr_factor(i, config) for i in range(6)])
+    assert len(set(seeds)) == 6
+    assert norms == pytest.approx([0.1] * 6, rel=1e-3)
 
 
 def test_a_conversations_loss_does_not_depend_on_its_neighbours_or_its_padding(tmp_path, base):

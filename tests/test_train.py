@@ -442,17 +442,36 @@ def test_linear_decay_covers_the_last_part_of_the_run(data):
     assert [train.lr_factor(step, cosine) for step in (10, 60, 110)] == pytest.approx([1, 0.55, 0.1])
 
 
-def test_each_step_is_taken_at_the_rate_that_the_schedule_gives_it(data, out, monkeypatch):
-    taken, adamw_step = [], torch.optim.AdamW.step
+def seen_at_each_step(monkeypatch, what):
+    """A list that a run fills: what(optimizer) as each of its steps begins."""
+    seen, adamw_step = [], torch.optim.AdamW.step
 
     def step(self):
-        taken.append(self.param_groups[0]["lr"])
+        seen.append(what(self))
         adamw_step(self)
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    config = settings(data, out)
+    return seen
+
+
+def test_each_step_is_taken_at_the_rate_that_the_schedule_gives_it(data, out, monkeypatch):
+    config, rates = settings(data, out), seen_at_each_step(monkeypatch, lambda optimizer: optimizer.param_groups[0]["lr"])
     assert run(data, out) == 0
-    assert taken == pytest.approx([config.lr * train.lr_factor(i, config) for i in range(config.max_steps)])
-    assert taken == [row["lr"] for row in history(out) if "lr" in row]
+    assert rates == pytest.approx([config.lr * train.lr_factor(i, config) for i in range(config.max_steps)])
+    assert rates == [row["lr"] for row in history(out) if "lr" in row]
+
+
+def test_a_gradient_longer_than_grad_clip_is_shortened_to_it(data, out, monkeypatch):
+    norms = seen_at_each_step(monkeypatch, lambda optimizer: torch.nn.utils.get_total_norm(
+        p.grad for group in optimizer.param_groups for p in group["params"]).item())
+    assert run(data, out, grad_clip=0.1) == 0
+    assert min(row["grad_norm"] for row in history(out) if "grad_norm" in row) > 0.2
+    assert norms == pytest.approx([0.1] * 6, rel=1e-3)
+
+
+def test_each_step_draws_a_dropout_of_its_own(data, out, monkeypatch):
+    seeds = seen_at_each_step(monkeypatch, lambda optimizer: torch.initial_seed())
+    assert run(data, out, dropout=0.1) == 0
+    assert len(set(seeds)) == 6
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
