@@ -45,7 +45,7 @@ class Config:
     save: str
 
 
-# -----------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the questions
 
 
@@ -138,7 +138,7 @@ def download(path):
         if not any(usable(row) for row in data.select(range(min(len(data), 10)))):
             raise ValueError(f"what came has no questions: {len(data)} rows")  # keeping it would be for ever
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         with open(temporary, "wb") as file:
             data.to_parquet(file)
             file.flush()
@@ -156,7 +156,7 @@ def first_line(error):
     return (str(error).strip().splitlines() or ["no reason given"])[0][:200]
 
 
-# -----------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # from a question to tokens
 
 
@@ -209,7 +209,7 @@ def make_rows(questions, block_size):
     return rows, too_long
 
 
-# -----------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the score
 
 
@@ -243,13 +243,13 @@ def evaluate(model, items, n=0, style="completion", progress=False, max_tokens=0
         scored.append({
             "row": i, "ind": item.get("ind"), "label": int(item["label"]), "losses": sums[q].tolist(),
             "n_tokens": n_tokens, "n_chars": n_chars, "choice": int(sums[q].argmin()),
-            "choice_norm": int(norm.argmin())})  # fmt: skip
+            "choice_norm": int(norm.argmin())})
     if not scored:
         raise UserError(f"none of {len(items)} HellaSwag questions is whole and fits block_size")
     acc = np.mean([row["choice"] == row["label"] for row in scored])
     acc_norm = np.mean([row["choice_norm"] == row["label"] for row in scored])
     return {"acc": float(acc), "acc_norm": float(acc_norm), "stderr": standard_error(acc_norm, len(scored)),
-            "n": len(scored), "broken": len(items) - len(scored), "rows": scored}  # fmt: skip
+            "n": len(scored), "broken": len(items) - len(scored), "rows": scored}
 
 
 def standard_error(share, n):
@@ -340,10 +340,10 @@ def lay_out(batch):
     before = torch.ones(T, T, dtype=torch.bool).tril()
     mask = before & ((part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None]))
     return (torch.from_numpy(tokens), torch.from_numpy(positions), mask[:, None],
-            torch.tensor(at), torch.tensor(targets), torch.tensor(slots))  # fmt: skip
+            torch.tensor(at), torch.tensor(targets), torch.tensor(slots))
 
 
-# -----------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def main():

@@ -246,6 +246,12 @@ class GPT(nn.Module):
         if isinstance(module, (CausalSelfAttention, MLP)):  # after its Linears: apply() visits children first
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
+    def set_dropout(self, dropout):
+        for module in [self, *self.modules()]:
+            if hasattr(module, "dropout"):
+                module.dropout = dropout
+        self.config.dropout = dropout
+
     @property
     def device(self):
         return self.transformer["wte"].weight.device
@@ -452,7 +458,8 @@ def find_model(name):
     os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")
     try:
         from huggingface_hub import snapshot_download
-        return Path(snapshot_download(str(name), local_dir=Path("data") / "models" / Path(name).name,
+        local_dir = Path("data") / "models" / str(name).replace("/", "--")
+        return Path(snapshot_download(str(name), local_dir=local_dir,
                                       allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # of the network, the hub, the disk; or the package is missing
         raise UserError(f"{name} is neither a model folder (with config.json) nor to be had from the hub: "

@@ -139,14 +139,14 @@ def shards(data_dir, split):
     return found
 
 
-def lock_folder(out_dir):
-    """Takes the folder for this process until it ends, however it ends. Returns the locked file."""
+def lock_folder(folder, setting="out_dir"):
+    """Takes a folder for this process until the file that is returned is closed, or the process has ended."""
     try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        file = open(Path(out_dir) / ".lock", "a+b")  # noqa: SIM115 - open for as long as the run
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder) / ".lock", "a+b")  # noqa: SIM115 - open for as long as the run
     except OSError as error:
-        raise UserError(f"out_dir = {out_dir} cannot be written: {error.strerror}; choose another "
-                        "with --out_dir=") from None
+        raise UserError(f"{setting} = {folder} cannot be written: {error.strerror}; choose another "
+                        f"with --{setting}=") from None
     try:
         if os.name == "nt":
             import msvcrt
@@ -156,11 +156,11 @@ def lock_folder(out_dir):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-            raise UserError(f"out_dir = {out_dir} is in use by another run; wait for it, or choose "
-                            "another --out_dir=") from None
-        raise UserError(f"out_dir = {out_dir} cannot be locked ({error.strerror}), as on some network "
-                        "drives; choose an --out_dir= on a disk of this machine") from None
-    for leftover in Path(out_dir).glob("*.tmp"):  # of a run that was killed while it wrote
+            raise UserError(f"{setting} = {folder} is in use by another run; wait for it, or choose "
+                            f"another --{setting}=") from None
+        raise UserError(f"{setting} = {folder} cannot be locked ({error.strerror}), as on some network "
+                        f"drives; choose --{setting}= on a disk of this machine") from None
+    for leftover in Path(folder).glob("*.tmp"):  # of a run that was killed while it wrote
         with contextlib.suppress(OSError):
             leftover.unlink()
     return file
@@ -863,11 +863,13 @@ def prepare(config):
         if getattr(config, name) < 0:
             raise UserError(f"{name} = {getattr(config, name):,} cannot be negative; 0 means {zero}")
     out_dir, progress = Path(config.out_dir), Progress()
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
+    with lock_folder(out_dir), disk_errors(out_dir):
         meta = earlier(out_dir, config)
-        if not meta or not is_enough(meta, config):
+        has_enough = meta and is_enough(meta, config)
+        if not has_enough or config.source == "tiny" or Path(config.source or "hub").exists():
+            # done before or not: a Local looks whether its files have changed
             source = (Local if config.source else Hub)(config, meta, progress)
+        if not has_enough:
             meta = meta or source.about | {
                 "revision": source.revision, "tokenizer": "gpt2", "val_tokens": config.val_tokens,
                 "files": source.files, "left_out": 0, "shards": []}
@@ -876,14 +878,19 @@ def prepare(config):
             save_meta(out_dir, meta)
             fill_shards(out_dir, meta, source, config, progress)
         finish(out_dir, meta, config, progress)
+
+
+@contextlib.contextmanager
+def disk_errors(out_dir):
+    """Turns what the disk refuses into a UserError."""
+    try:
+        yield
     except OSError as error:
         place = error.filename or out_dir
         if error.errno in FULL_DISK:
             raise UserError(f"no room left for {place} ({error.strerror}): make some; the same command goes "
                             "on from the last whole shard") from None
         raise UserError(f"{place} cannot be read or written: {error.strerror or error}") from error
-    finally:
-        progress.done.set()
 
 
 def earlier(out_dir, config):
@@ -899,15 +906,17 @@ def earlier(out_dir, config):
         if meta.get(name) != value:
             raise UserError(f"{out_dir} was prepared with {name} = {meta.get(name)!r}, not {value!r}: choose "
                             f"another --out_dir, or delete {out_dir} to start again")
-    for leftover in out_dir.glob("*.tmp"):
-        leftover.unlink(missing_ok=True)
     for number, shard in enumerate(meta["shards"]):
-        path = out_dir / shard["name"]
-        if not path.exists() or path.stat().st_size != HEADER_BYTES + 2 * shard["tokens"]:
-            print(f"again     {path} and those after it: it is missing or not whole")
+        if not is_whole(out_dir, shard):
+            print(f"again     {out_dir / shard['name']} and those after it: it is missing or not whole")
             meta["shards"], meta["exhausted"] = meta["shards"][:number], False
             break
     return meta
+
+
+def is_whole(out_dir, shard):
+    path = Path(out_dir) / shard["name"]
+    return path.exists() and path.stat().st_size == HEADER_BYTES + 2 * shard["tokens"]
 
 
 def train_tokens(meta):
@@ -969,6 +978,7 @@ def fill_shards(out_dir, meta, source, config, progress):
         chunks = stack.enter_context(contextlib.closing(
             map_in_order(encode_chunk, read_chunks(fetched, file, document), workers)))
         stack.callback(source.stop.set)
+        stack.callback(progress.done.set)
         stream = TokenStream(chunks, offset, outcomes, watch)
         if not written and config.val_tokens:
             add_shard(out_dir, meta, source, stream, "val", config.val_tokens, source.val_bytes(workers))
@@ -1074,7 +1084,6 @@ def main():
     elif config.verify:
         verify(config)
     else:
-        lock = lock_folder(config.out_dir)  # noqa: F841 - to the end
         prepare(config)
 
 

@@ -51,7 +51,7 @@ from model import (
     summed_loss,
     supervised,
 )
-from prepare_fineweb import lock_folder, map_in_order, read_meta, read_shard, shards, write_shard
+from prepare_fineweb import disk_errors, lock_folder, map_in_order, read_meta, read_shard, shards, write_shard
 
 
 @dataclasses.dataclass
@@ -148,9 +148,7 @@ def open_source(source):
     if source == "tiny":
         tables = [("val", "world.py", *open_world("test")), ("train", "world.py", *open_world("train"))]
     elif Path(source).exists():
-        top = Path(source)
-        files = sorted(path for path in (top.rglob("*") if top.is_dir() else [top])
-                       if path.suffix in (".parquet", ".jsonl"))
+        top, files = Path(source), local_files(source)
         if not files:
             raise UserError(f"source = {source} holds no .parquet or .jsonl file with conversations")
         is_test = re.compile(r"(?<![a-z])test", re.IGNORECASE)
@@ -163,6 +161,13 @@ def open_source(source):
     return [part for _, origin, n, fetch in tables for part in (
         ("val", origin, range(0, n, TEST_EVERY), fetch),
         ("train", origin, [i for i in range(n) if i % TEST_EVERY], fetch))]
+
+
+def local_files(source):
+    """The .parquet and .jsonl files of a source on this disk, sorted; none of a name on the hub."""
+    top = Path(source)
+    return sorted(path for path in (top.rglob("*") if top.is_dir() else [top])
+                  if path.suffix in (".parquet", ".jsonl") and path.is_file())
 
 
 def open_world(split):
@@ -236,17 +241,25 @@ def prepare(config):
     """
     data_dir = Path(config.data_dir)
     meta = {"kind": "conversations", "source": config.source, "tokenizer": "gpt2", "complete": False,
-            "shards": {}}
+            "files": {path.name: path.stat().st_size for path in local_files(config.source)}, "shards": {}}
     if (data_dir / "meta.json").exists():
         there = read_meta(data_dir)
         if any(there.get(key) != meta[key] for key in ("kind", "source")):
             raise UserError(f"data_dir = {data_dir} holds {there.get('kind', 'documents')} from "
                             f"{there.get('source')!r}, not conversations from source = {config.source!r}: "
                             "name that source, or another data_dir")
+        if meta["files"] and meta["files"] != there.get("files"):
+            raise UserError(f"the files of source = {config.source} have changed since {data_dir} was made "
+                            f"of them: delete {data_dir}, or choose another --data_dir=")
         meta = there
     if meta["complete"] and all((data_dir / name).exists() for name in meta["shards"]):
         return
-    data_dir.mkdir(parents=True, exist_ok=True)
+    with lock_folder(data_dir, "data_dir"), disk_errors(data_dir):
+        write_shards(config, data_dir, meta)
+
+
+def write_shards(config, data_dir, meta):
+    """Writes the shards that are missing, and meta.json after each."""
     prefix = re.sub(r"\W+", "_", Path(config.source).stem.lower())
     pieces = [(split, origin, rows[i:i + ROWS_PER_SHARD], fetch)
               for split, origin, rows, fetch in open_source(config.source)
@@ -531,6 +544,7 @@ def look(model, step, config, test, device, dtype, fence):
             train.append_log(config.out_dir, {"step": step, **found})
             parts.append(f"{found['ended']:.0%} of {found['replies']} replies end by themselves, "
                          f"{found['repetition']:.0%} repetition")
+    # a column of a table each time: as it begins, on the way, and what came of it
     if config.sample_every and (last or step in (0, config.save_every)) and not fence.stop.signal:
         with fence("answers", step):
             write_answers(model, config, step)
@@ -553,10 +567,8 @@ def start_model(config, device):
     if not 0 <= config.block_size <= model.config.block_size:
         raise UserError(f"block_size = {config.block_size} must be at most {model.config.block_size}: that "
                         f"is what the model of init_from = {config.init_from} can see; 0 takes that")
-    for module in model.modules():
-        if hasattr(module, "dropout"):
-            module.dropout = config.dropout
-    model.config.dropout, model.loss_chunk_rows = config.dropout, config.loss_chunk_rows
+    model.set_dropout(config.dropout)
+    model.loss_chunk_rows = config.loss_chunk_rows
     return model.train()
 
 
@@ -592,12 +604,13 @@ def describe(config, model, data, widths, groups):
     train.say(f"steps     {config.max_steps:,} of {config.tokens_per_step:,} tokens, {epochs:.2f} epochs; "
               f"{config.optimizer}, lr {config.lr:g}")
     train.say(f"disk      {train.disk_line(config, model)}")
+    train.say_if_too_short(config)
 
 
 def make_plan(config, model, data, groups, device, dtype):
     """Prints how long the run will take, measured here on its first two steps, not compiled."""
     times_s, k = [], config.groups_per_step
-    for step in (0, 0, 1):
+    for step in (0, 0, min(1, config.max_steps - 1)):
         start_s = time.perf_counter()
         for batch in micro_batches(groups[step * k:(step + 1) * k], config):
             with train.autocast(device, dtype):
@@ -647,9 +660,13 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
                 model(*read_batch(data, [], width, height, device)).backward()
         model.zero_grad(set_to_none=False)
 
+    attention = train.attention_used(device, dtype, config, model.config)
     compiled = train.start_compile(model, config, device, compile_all)
     if master:
-        train.say(f"device    {device}, {str(dtype).removeprefix('torch.')}; compile {compiled}")
+        train.say(f"device    {device}, {str(dtype).removeprefix('torch.')}; attention {attention}; "
+                  f"compile {compiled}")
+        with contextlib.suppress(Exception):
+            train.say(f"awake     {train.keep_awake()}")
         begin(config, model, step, device, dtype, compiled, world, fence)
     if step == 0 and model.info["kind"] == "base":
         fresh_chat_rows(model, config.seed)

@@ -160,7 +160,8 @@ def open_data(config, rank=0, world=1):
     if config.source and rank == 0:
         has_meta = (Path(config.data_dir) / "meta.json").exists()
         meta = prepare_fineweb.read_meta(config.data_dir) if has_meta else {}
-        if not meta.get("complete"):
+        if not meta.get("complete") or not all(
+                prepare_fineweb.is_whole(config.data_dir, shard) for shard in meta["shards"]):
             prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
                 f"--source={config.source}", f"--out_dir={config.data_dir}"]))
         elif meta["source"] != config.source:
@@ -387,7 +388,7 @@ def load_checkpoint(out_dir):
         say(f"warning: {path} is damaged ({problem})")
         if path != paths[-1]:
             with contextlib.suppress(OSError):  # the next save must not put it in the place of the good one
-                os.replace(path, path.with_name("ckpt_damaged.pt"))
+                put_in_place(path, path.with_name("ckpt_damaged.pt"))
     if paths:
         raise UserError(f"no checkpoint in {out_dir} can be read; move them away to start over, or "
                         "choose another --out_dir=")
@@ -397,13 +398,14 @@ def load_checkpoint(out_dir):
 class Checkpoints:
     """Saves a run when it is due, and takes it up where it stood.
 
-    data  a fingerprint of the rows: a checkpoint belongs to them
-    kind  of model, for its folder; `fixed` are the settings that may not change on resume
+    fingerprint  of the rows: a checkpoint belongs to them
+    kind         of model, for its folder
+    fixed        the settings that may not change on resume
     """
 
-    def __init__(self, config, model, optimizers, scaler, data, fence, kind="base", fixed=FIXED):
+    def __init__(self, config, model, optimizers, scaler, fingerprint, fence, kind="base", fixed=FIXED):
         self.config, self.model, self.optimizers, self.scaler = config, model, optimizers, scaler
-        self.data, self.fence, self.kind, self.fixed = data, fence, kind, fixed
+        self.fingerprint, self.fence, self.kind, self.fixed = fingerprint, fence, kind, fixed
         self.saved_step = 0
         self.next_step = self.after(0)
 
@@ -426,7 +428,7 @@ class Checkpoints:
             raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot "
                             f"change: {refused}. Go on with the old values, or start over in another "
                             "--out_dir=")
-        if state["data"] != self.data:
+        if state["data"] != self.fingerprint:
             raise UserError(f"{config.data_dir} is not the data that {config.out_dir} was trained on (its "
                             "shards or meta.json changed), and the order of the rows depends on it; put it "
                             "back, or choose another --out_dir=")
@@ -460,7 +462,7 @@ class Checkpoints:
             raise UserError(f"step {step} is not saved: make space; the same command goes on from the "
                             "checkpoint before")
         else:
-            self.next_step = step + RETRY_SAVE_STEPS
+            self.next_step = min(self.after(step), step + RETRY_SAVE_STEPS)
 
     def save(self, step, trained_s):
         """Saves checkpoint and model folder at `step`; False, with a warning, if the disk does not let it."""
@@ -469,7 +471,7 @@ class Checkpoints:
                             "with a lower --lr")
         try:
             save_checkpoint(self.config.out_dir, {
-                "step": step, "settings": dataclasses.asdict(self.config), "data": self.data,
+                "step": step, "settings": dataclasses.asdict(self.config), "data": self.fingerprint,
                 "model": self.model.state_dict(), "scaler": self.scaler.state_dict(), "trained_s": trained_s,
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]})
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
@@ -493,11 +495,10 @@ class Checkpoints:
         if bad_in_a_row < BAD_STEPS_IN_A_ROW * (4 if self.scaler.is_enabled() else 1):
             return
         good = step - bad_in_a_row  # nothing has changed since
-        if master:
-            self.save(good, trained_s)
-        raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. The "
-                        f"checkpoint is from step {good}, before them: go on with a lower --lr or a longer "
-                        "--warmup_steps")
+        is_saved = master and self.save(good, trained_s)
+        raise UserError(f"{bad_in_a_row} steps in a row had a loss or gradient that is not finite. "
+                        + f"The checkpoint is from step {good}, before them. " * is_saved
+                        + "Go on with a lower --lr or a longer --warmup_steps")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -524,7 +525,8 @@ class StopSignals:
         repeated_s, alone = time.monotonic() - self.came_s, os.environ.get("WORLD_SIZE", "1") == "1"
         closed = number == getattr(signal, "SIGHUP", None)  # a closing terminal may send it twice
         self.hurry = alone and (self.hurry or closed)
-        if self.signal and not closed and (alone or repeated_s > 3):  # torchrun repeats what was sent to all
+        # torchrun repeats what was sent to all; and who closes the window after Ctrl-C still wants the save
+        if self.signal and not closed and not self.hurry and (alone or repeated_s > 3):
             os._exit(128 + number)
         if self.signal:
             return
@@ -696,12 +698,12 @@ def attention_order(name):
     return sdpa_kernel(order, set_priority=True)
 
 
-def attention_used(device, dtype, config):
+def attention_used(device, dtype, config, sizes):
     """The kernel that attention will run in training, asked of PyTorch; UserError if another one was set."""
     usable = ["flash"] if device.type == "cpu" else []
     if device.type == "cuda":
-        ask, head = torch.backends.cuda, config.n_embd // config.n_head
-        q = torch.empty(1, config.n_head, config.block_size, head, device=device, dtype=dtype)
+        ask, head = torch.backends.cuda, sizes.n_embd // sizes.n_head
+        q = torch.empty(1, sizes.n_head, config.block_size, head, device=device, dtype=dtype)
         params = ask.SDPAParams(q, q, q, None, config.dropout, True, False)
         usable = [name for name in ("flash", "cudnn", "efficient")
                   if getattr(ask, f"can_use_{name}_attention")(params)]
@@ -901,10 +903,7 @@ def start_model(config, device):
     if differ or model.config.block_size < config.block_size:
         raise UserError(f"init_from = {config.init_from} has {', '.join([*differ, ''])}block_size up to "
                         f"{model.config.block_size}; give the same with --key=value")
-    model.config.dropout = config.dropout
-    for module in model.modules():
-        if hasattr(module, "dropout"):
-            module.dropout = config.dropout
+    model.set_dropout(config.dropout)
     model.loss_chunk_rows = config.loss_chunk_rows
     return model.train()
 
@@ -924,9 +923,11 @@ def disk_line(config, model):
     # a checkpoint holds each weight with its moments: AdamW has two of them, Muon one
     checkpoint = sum(p.numel() * (2 if config.optimizer == "muon" and is_hidden(name, p) else 3)
                      for name, p in model.named_parameters())
+    here = [out_dir / name for name in ("ckpt.pt", "ckpt_prev.pt", "model/model.safetensors")]
     need = 4 * (3 * checkpoint + 2 * sum(p.numel() for p in model.parameters())) / 1e9
+    need = max(0, need - sum(path.stat().st_size for path in here if path.exists()) / 1e9)
     lack = "; TOO LITTLE: make space before the first save, or choose another --out_dir="
-    return f"{need:.1f} GB needed in {config.out_dir}, {free:.1f} GB free" + lack * (free < need)
+    return f"{need:.1f} GB more needed in {config.out_dir}, {free:.1f} GB free" + lack * (free < need)
 
 
 def make_plan(model, config, rows, device, dtype):
@@ -985,12 +986,12 @@ def make_plan(model, config, rows, device, dtype):
             f"({fits * config.tokens_per_step:,} tokens)")
 
 
-def describe_start(config, model, step, rows, device, dtype, why, compiled, world):
+def describe_start(config, model, step, rows, device, dtype, why, attention, compiled, world):
     """Says what will run on what, and returns the same as the log's start line."""
     total, n_weights = config.max_steps * config.tokens_per_step, sum(p.numel() for p in model.parameters())
     threads = f"{torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
-    precision, attention = str(dtype).removeprefix("torch."), attention_used(device, dtype, config)
+    precision = str(dtype).removeprefix("torch.")
     tokenizer()  # found missing now rather than at the first save
     say(f"model     {n_weights / 1e6:.1f}M weights, {config.n_layer} layers, {config.n_embd} wide, "
         f"block_size {config.block_size}" + (f", from {config.init_from}" if config.init_from else ""))
@@ -1004,6 +1005,7 @@ def describe_start(config, model, step, rows, device, dtype, why, compiled, worl
         say(f"awake     {keep_awake()}")
     say(f"steps     {step:,} of {config.max_steps:,}, {config.tokens_per_step:,} tokens each, {total:,} in "
         f"all; {config.optimizer}, {config.schedule} schedule")
+    say_if_too_short(config)
     commit = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
@@ -1014,8 +1016,17 @@ def describe_start(config, model, step, rows, device, dtype, why, compiled, worl
             "world": world}
 
 
+def say_if_too_short(config):
+    if config.warmup_steps >= config.max_steps:
+        say(f"warning: warmup_steps = {config.warmup_steps} is all of the run ({config.max_steps} steps): "
+            f"the learning rate stays below lr; --warmup_steps={config.max_steps // 10} leaves it time")
+
+
 def last_words(config, step, trained_s, stop):
     """How to go on, or what came out. Returns the exit code."""
+    if step == 0:
+        say("stopped before the first step; nothing was changed")
+        return 128 + (stop.signal or signal.SIGTERM)
     if step < config.max_steps or stop.signal:
         say(f"stopped at step {step:,}, saved in {config.out_dir}; the same command goes on: python "
             f"{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
@@ -1052,8 +1063,9 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
             model(tokens, targets).backward()
         model.zero_grad(set_to_none=True)
 
+    attention = attention_used(device, dtype, config, config)
     compiled = start_compile(model, config, device, one_step)
-    start = describe_start(config, model, step, rows, device, dtype, why, compiled, world)
+    start = describe_start(config, model, step, rows, device, dtype, why, attention, compiled, world)
     if master:
         with fence("log", breakable=False):
             save(config, Path(config.out_dir) / "config.toml")
@@ -1128,8 +1140,8 @@ def run_training(config, stop):
     model = start_model(config, device)
     refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, why = pick_dtype(device, training=True, name=config.dtype)
-    has_folder = rank == 0 and not config.plan
-    lock = prepare_fineweb.lock_folder(config.out_dir) if has_folder else None  # noqa: F841 - to the end
+    is_owner = rank == 0 and not config.plan
+    lock = prepare_fineweb.lock_folder(config.out_dir) if is_owner else None  # noqa: F841 - to the end
     rows, val_rows = open_data(config, rank, world)
     try:
         with attention_order(config.attention):

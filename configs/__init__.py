@@ -85,7 +85,7 @@ def put_in_place(temporary, path):
 
 def run(main):
     """Calls a script's main(): what a user can cause ends in one line and code 1, a bug in a traceback."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # not every console can print every character
             if os.name == "nt" and not stream.isatty() and not os.environ.get("PYTHONIOENCODING"):
@@ -99,9 +99,10 @@ def run(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        if not isinstance(error, BrokenPipeError) and (os.name, error.errno) != ("nt", errno.EINVAL):
+        # `| head` has seen enough; Windows calls that an invalid argument, as it does a bad file name
+        closed_pipe = isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL and os.name == "nt"
+        if not closed_pipe or error.filename is not None:
             raise
-        # `| head` has seen enough; Windows calls that an invalid argument
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

@@ -1160,8 +1160,8 @@ def test_cudnn_attention_comes_before_the_slow_ones(data, monkeypatch):
     with train.attention_order("efficient"):
         assert [backend.name for backend in order(with_priority=True)] == ["EFFICIENT_ATTENTION", "MATH"]
     config = settings(data, "x")
-    assert train.attention_used(torch.device("cpu"), torch.float32, config) == "flash"
-    assert train.attention_used(torch.device("mps"), torch.float32, config) == "math"
+    assert train.attention_used(torch.device("cpu"), torch.float32, config, config) == "flash"
+    assert train.attention_used(torch.device("mps"), torch.float32, config, config) == "math"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
