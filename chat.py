@@ -428,8 +428,10 @@ def main():
 
     if config.prompt:
         return give(config.prompt)
-    sys.stdin.reconfigure(errors="replace")  # half a character in the input is not worth stopping for
     interactive = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="replace")  # half a character in the input is not worth stopping for
+    if not interactive and not os.environ.get("PYTHONIOENCODING"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # on Windows, too
     if interactive:
         tell(about)
         if model.info["kind"] != "chat" and not config.complete:

@@ -161,7 +161,7 @@ def open_data(config, rank=0, world=1):
         has_meta = (Path(config.data_dir) / "meta.json").exists()
         meta = prepare_fineweb.read_meta(config.data_dir) if has_meta else {}
         if not meta.get("complete") or not all(
-                prepare_fineweb.is_whole(config.data_dir, shard) for shard in meta["shards"]):
+                prepare_fineweb.is_whole(config.data_dir, shard) for shard in meta.get("shards", [])):
             prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
                 f"--source={config.source}", f"--out_dir={config.data_dir}"]))
         elif meta["source"] != config.source:

@@ -85,11 +85,11 @@ def put_in_place(temporary, path):
 
 def run(main):
     """Calls a script's main(): what a user can cause ends in one line and code 1, a bug in a traceback."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # not every console can print every character
             if os.name == "nt" and not stream.isatty() and not os.environ.get("PYTHONIOENCODING"):
-                stream.reconfigure(encoding="utf-8")  # a file can
+                stream.reconfigure(encoding="utf-8", errors="replace")  # a file can
     try:
         main()
         sys.stdout.flush()

@@ -138,6 +138,16 @@ def test_a_folder_that_is_not_what_its_meta_json_says_is_refused_by_name(tmp_pat
         prepare_fineweb.shards(tmp_path / "out", "train")
 
 
+def test_a_book_that_is_added_later_is_not_left_out_in_silence(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some words " * 500, encoding="utf-8")
+    prepare(tmp_path, source=tmp_path / "texts", val_tokens=0)
+    prepare(tmp_path, source=tmp_path / "texts", val_tokens=0)  # the same: nothing to do
+    (tmp_path / "texts" / "b.txt").write_text("more words", encoding="utf-8")
+    with pytest.raises(UserError, match="have changed since"):
+        prepare(tmp_path, source=tmp_path / "texts", val_tokens=0)
+
+
 def test_two_preparations_do_not_share_a_folder(tmp_path):
     (tmp_path / "in.txt").write_text("some words", encoding="utf-8")
     lock = prepare_fineweb.lock_folder(tmp_path / "out")

@@ -126,7 +126,10 @@ def test_a_reply_that_begins_beyond_the_context_is_dropped_and_counted(tmp_path)
 def test_shards_are_the_same_bytes_for_any_number_of_workers_and_after_a_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(sft, "ROWS_PER_SHARD", 40)
     prepared(tmp_path)
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    def contents(folder):
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+    wanted = contents(tmp_path / "data")
     assert len(wanted) == 1 + 5 + 1  # a test shard, five of training, meta.json
 
     write, count = sft.write_shard, Counter()
@@ -142,7 +145,7 @@ def test_shards_are_the_same_bytes_for_any_number_of_workers_and_after_a_stop(tm
     with pytest.raises(KeyboardInterrupt):
         sft.prepare(config)
     sft.prepare(config)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == wanted
+    assert contents(tmp_path / "again") == wanted
     assert count["written"] == 7, "shards that were finished are not made again"
 
 
@@ -577,3 +580,23 @@ def test_show_marks_exactly_what_is_learned(tmp_path, base, monkeypatch, capsys)
     sft.main()
     out = capsys.readouterr().out
     assert "<|user|>Hi<|end|><|assistant|>[[Hello<|end|>]]" in out and "2 of 7 tokens" in out
+
+
+def test_a_source_that_has_changed_is_not_taken_for_the_old_one(tmp_path):
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]] * 60
+    chats = write_source(tmp_path / "chats", rows, rows[:3])
+    config = configs.load(sft.Config, "sft", [f"--source={chats}", f"--data_dir={tmp_path / 'data'}"])
+    sft.prepare(config)
+    sft.prepare(config)  # the same: nothing to do
+    write_source(tmp_path / "chats", rows * 2, rows[:3])
+    with pytest.raises(UserError, match="have changed since"):
+        sft.prepare(config)
+
+
+def test_a_data_dir_that_cannot_be_written_is_one_line(tmp_path):
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]] * 60
+    chats = write_source(tmp_path / "chats", rows, rows[:3])
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    config = configs.load(sft.Config, "sft", [f"--source={chats}", f"--data_dir={tmp_path / 'file' / 'data'}"])
+    with pytest.raises(UserError, match="data_dir = .* cannot be written"):
+        sft.prepare(config)

@@ -936,14 +936,15 @@ def interrupt_twice(at):
     train.rows_of_step = twice
 
 
-def test_a_closing_terminal_may_send_its_signal_twice(monkeypatch):
-    """bash does; the second one must not leave before the save."""
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGHUP, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)])
+def test_a_closing_terminal_may_send_its_signals_twice(monkeypatch, numbers):
+    """bash does, and a shutdown adds its own; none may leave before the save."""
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("left at once"))
     stop = object.__new__(train.StopSignals)
     stop.signal, stop.hurry, stop.raises, stop.came_s = 0, False, False, 0.0
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGHUP):
+    for number in numbers:
         stop.handle(number)
-    assert (stop.signal, stop.hurry) == (signal.SIGINT, True)
+    assert (stop.signal, stop.hurry) == (numbers[0], True)
 
 
 def test_a_second_ctrl_c_leaves_at_once(data, out, tmp_path, server):
