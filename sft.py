@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 import chat
 import curves
@@ -401,9 +402,13 @@ def loss_of(model, tokens, targets):
     """
     if tokens.device.type != "cpu" or model._compiled_call_impl:
         return model(tokens, targets)
-    counts = targets >= 0
-    return summed_loss(model.hidden(tokens)[counts], model.transformer["wte"].weight, targets[counts],
-                       model.loss_chunk_rows)
+    counts, chunk_rows = targets >= 0, model.loss_chunk_rows
+    x, targets = model.hidden(tokens)[counts], targets[counts]
+    if chunk_rows:
+        # filled up to whole chunks: logits of ever new sizes would leave holes in the memory that is kept
+        n_missing = -len(x) % chunk_rows
+        x, targets = F.pad(x, (0, 0, 0, n_missing)), F.pad(targets, (0, n_missing), value=-1)
+    return summed_loss(x, model.transformer["wte"].weight, targets, chunk_rows)
 
 
 def useful_share(split, widths, config):

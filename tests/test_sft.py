@@ -600,3 +600,15 @@ def test_a_data_dir_that_cannot_be_written_is_one_line(tmp_path):
     config = configs.load(sft.Config, "sft", [f"--source={chats}", f"--data_dir={tmp_path / 'file' / 'data'}"])
     with pytest.raises(UserError, match="data_dir = .* cannot be written"):
         sft.prepare(config)
+
+
+def test_the_loss_is_taken_in_whole_chunks_so_that_kept_memory_does_not_fall_to_pieces(monkeypatch):
+    model, sizes, real = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=32)), [], sft.summed_loss
+    model.loss_chunk_rows = 16
+    monkeypatch.setattr(sft, "summed_loss", lambda x, *rest: sizes.append(len(x)) or real(x, *rest))
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(50257, (3, 24), generator=generator)
+        targets = torch.where(torch.rand(3, 24, generator=generator) < 0.4, tokens, -1)
+        assert sft.loss_of(model, tokens, targets).item() == pytest.approx(model(tokens, targets).item(), rel=1e-5)
+    assert sizes and not any(size % 16 for size in sizes)
