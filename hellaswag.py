@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 import configs
-from configs import UserError, put_in_place
+from configs import UNFINISHED, UserError, put_in_place
 from model import encode, load_model, pick_device
 
 DATASET = "Rowan/hellaswag"
@@ -138,7 +138,7 @@ def download(path):
         if not any(usable(row) for row in data.select(range(min(len(data), 10)))):
             raise ValueError(f"what came has no questions: {len(data)} rows")  # keeping it would be for ever
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
         with open(temporary, "wb") as file:
             data.to_parquet(file)
             file.flush()

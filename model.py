@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configs import UserError, put_in_place, write_text
+from configs import UNFINISHED, UserError, put_in_place, write_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Vocabulary: what a token is
@@ -49,6 +49,7 @@ CHAT_TEMPLATE = ("<|endoftext|>"
                  "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
                  "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 
+SLICE = 100_000  # characters of a long text that are encoded at a time
 # OpenAI's two files: name, name in tiktoken's cache (SHA-1 of the address), and the SHA-256 that it demands
 BPE_FILES = (
     ("encoder.json", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
@@ -94,14 +95,30 @@ def seed_bpe_folder(cache):
         source = next((folder / name for folder in packages if (folder / name).is_file()), None)
         cached = cache / key
         if source and not (cached.exists() and hashlib.sha256(cached.read_bytes()).hexdigest() == sha256):
-            temporary = cache / f"{key}.{os.getpid()}.tmp"  # several processes may be at it
+            temporary = cache / f"{key}.{os.getpid()}{UNFINISHED}"  # several processes may be at it
             shutil.copyfile(source, temporary)
             put_in_place(temporary, cached)
 
 
 def encode(text):
     """The ids of `text`. What looks like a special token is text like any other: nobody can type a role."""
-    return tokenizer().encode_ordinary(text)
+    return [id for part in slices(text) for id in tokenizer().encode_ordinary(part)]
+
+
+def slices(text):
+    """A long text in slices that have the same tokens as the whole.
+
+    GPT-2's splitter always cuts before a space or newline that something visible follows, so we may, too.
+    Without this a million spaces exhaust its regular expression, and 50 MB on a line the memory. If there is
+    no such place the cut is made all the same, which may change a token or two.
+    """
+    start = 0
+    while len(text) - start > SLICE:
+        place = re.compile(r"[ \n](?=\S)").search(text, start + SLICE - 1000, start + SLICE)
+        end = place.start() if place else start + SLICE
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def token_bytes(id):
@@ -365,16 +382,18 @@ def save_model(model, folder, kind="base", step=0):
     kind  "base", or "chat" for one that answers in the chat template and ends its turns with <|end|>
     step  finished optimizer steps, for whoever reads the folder
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder, config = Path(folder), model.config
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: (tensor.T if name.endswith(TRANSPOSED) else tensor).detach().float().cpu().contiguous()
                for name, tensor in model.state_dict().items()}
-    temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt", "kind": kind, "step": str(step),
-                                            "date": time.strftime("%Y-%m-%d %H:%M")})
-    with open(temporary, "r+b") as file:
+    temporary = folder / f"model.safetensors{UNFINISHED}"
+    data = save(tensors, metadata={"format": "pt", "kind": kind, "step": str(step),
+                                   "date": time.strftime("%Y-%m-%d %H:%M")})
+    with open(temporary, "wb") as file:  # safetensors' own save_file() lets nobody else read it
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
     put_in_place(temporary, folder / "model.safetensors")
 
@@ -434,8 +453,9 @@ def load_model(name, device="cpu", dtype=torch.float32):
         raise UserError(f"{weights} does not hold the weights that its config.json announces: "
                         f"{' '.join(str(error).split())[:300]}") from None
     date = metadata.get("date") or time.strftime("%Y-%m-%d", time.localtime(weights.stat().st_mtime))
-    model.info = {"kind": metadata.get("kind", "base"), "step": int(metadata.get("step", 0)), "date": date,
-                  "path": str(folder)}
+    step = metadata.get("step", "0")
+    model.info = {"kind": metadata.get("kind", "base"), "step": int(step) if step.isdecimal() else 0,
+                  "date": date, "path": str(folder)}
     return model.to(device=device, dtype=dtype).eval()
 
 
@@ -476,8 +496,10 @@ def read_model(folder):
         data = (folder / "model.safetensors").read_bytes()
         tensors = load(data)
         header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
-        sizes = GPTConfig(config["n_positions"], config["n_layer"], config["n_head"], config["n_embd"],
-                          vocab_size=config["vocab_size"])
+        numbers = [config[key] for key in ("n_positions", "n_layer", "n_head", "n_embd", "vocab_size")]
+        if not all(type(number) is int and number > 0 for number in numbers):
+            raise ValueError(f"config.json has sizes that are no whole numbers above 0: {numbers}")
+        sizes = GPTConfig(*numbers[:-1], vocab_size=numbers[-1])
     except KeyError as error:
         raise UserError(f"{folder / 'config.json'} has no {error}: is it a GPT-2?") from None
     except Exception as error:  # of the disk, or of JSON; that of safetensors is not public

@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UserError, load, put_in_place, run, write_text
+from configs import UNFINISHED, UserError, load, put_in_place, run, write_text
 
 # `model` is imported where it is needed, as it imports torch: the process that downloads has no use for it.
 
@@ -46,7 +46,6 @@ SHARD_TOKENS = 100_000_000
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024  # llm.c's and modded-nanogpt's format
 LOCAL_VAL_SHARE = 1 / 64  # of a local source's bytes, so that even dense text stays below 2 % of the tokens
 CHUNK_BYTES = 1 << 20  # of text that a thread encodes at a time
-SLICE = 100_000  # characters of a long document that are encoded at a time
 TXT_DOCUMENT = 1 << 16  # characters; a longer .txt is cut into documents of at most this length
 FILES_AHEAD = 2  # downloaded files that may wait for the tokeniser
 ATTEMPTS, BACKOFF_S, STALL_S = 6, 1.0, 120.0  # of a download; a server silent for STALL_S counts as gone
@@ -78,7 +77,7 @@ def write_shard(path, tokens):
     whole or not at all.
     """
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     count = 0
     try:
         with open(temporary, "wb") as file:
@@ -133,6 +132,9 @@ def shards(data_dir, split):
                         "missing, and what is too much belongs elsewhere")
     found = sorted(path for path in Path(data_dir).glob("*.bin")
                    if re.search(rf"_{split}_\d+\.bin$", path.name))
+    if not found and split == "val" and meta.get("complete"):
+        raise UserError(f"{data_dir} was made without a validation split (val_tokens = 0): --eval_every=0 "
+                        "trains without; another --out_dir= of prepare_fineweb.py can have one")
     if not found:
         raise UserError(f"there are no {split} shards in {data_dir}; {command} makes them "
                         f"(data/tiny: `python prepare_fineweb.py configs/tiny`)")
@@ -160,7 +162,7 @@ def lock_folder(folder, setting="out_dir"):
                             f"another --{setting}=") from None
         raise UserError(f"{setting} = {folder} cannot be locked ({error.strerror}), as on some network "
                         f"drives; choose --{setting}= on a disk of this machine") from None
-    for leftover in Path(folder).glob("*.tmp"):  # of a run that was killed while it wrote
+    for leftover in Path(folder).glob(f"*{UNFINISHED}"):  # of a run that was killed while it wrote
         with contextlib.suppress(OSError):
             leftover.unlink()
     return file
@@ -170,11 +172,15 @@ def read_meta(data_dir):
     """The contents of data_dir/meta.json. Raises UserError if it is missing or damaged."""
     path = Path(data_dir) / "meta.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(meta, dict) and isinstance(meta.get("shards", []), (list, dict)):
+            return meta
+        problem = "there is no list of shards in it"
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); delete {data_dir} and prepare it again") from None
+    except (ValueError, RecursionError) as error:
+        problem = error
+    raise UserError(f"{path} is damaged ({problem}); delete it and the shards, and prepare again")
 
 
 def sha256_of(path):
@@ -356,7 +362,7 @@ def encode_chunk(chunk):
 
 def encode_document(text, easy=False):
     """([uint32 array, ...], "encoded"), or ([], why not)."""
-    from model import tokenizer
+    from model import slices, tokenizer
 
     if not isinstance(text, str):
         return [], "null" if text is None else "broken JSON" if isinstance(text, Exception) else "not a text"
@@ -409,22 +415,6 @@ def easy_tokenizer():
 
     return tiktoken.Encoding("gpt2_easy", pat_str=EASY_SPLIT, mergeable_ranks=tokenizer()._mergeable_ranks,
                              special_tokens={CUT: CUT_ID})
-
-
-def slices(text):
-    """A long text in slices that have the same tokens as the whole.
-
-    GPT-2's splitter always cuts before a space or newline that something visible follows, so we may, too.
-    Without this a million spaces exhaust its regular expression, and 50 MB on a line the memory. If there is
-    no such place the cut is made all the same, which may change a token or two.
-    """
-    start = 0
-    while len(text) - start > SLICE:
-        place = re.compile(r"[ \n](?=\S)").search(text, start + SLICE - 1000, start + SLICE)
-        end = place.start() if place else start + SLICE
-        yield text[start:end]
-        start = end
-    yield text[start:]
 
 
 def map_in_order(function, items, workers, ahead=None):
@@ -905,7 +895,7 @@ def earlier(out_dir, config):
     for name, value in wanted.items():
         if meta.get(name) != value:
             raise UserError(f"{out_dir} was prepared with {name} = {meta.get(name)!r}, not {value!r}: choose "
-                            f"another --out_dir, or delete {out_dir} to start again")
+                            "another --out_dir, or delete its meta.json and its shards to start again")
     for number, shard in enumerate(meta["shards"]):
         if not is_whole(out_dir, shard):
             print(f"again     {out_dir / shard['name']} and those after it: it is missing or not whole")
@@ -1017,7 +1007,8 @@ def finish(out_dir, meta, config, progress):
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in meta["skipped"].items()) or "none"
     if not train:
         raise UserError(f"nothing is left to train on: {meta['documents']:,} documents (skipped: {skipped}), "
-                        f"{val:,} tokens for validation; choose a smaller --val_tokens or a larger source")
+                        f"{val:,} tokens for validation; choose a larger source, or a smaller --val_tokens "
+                        "with another --out_dir")
     meta["complete"] = True
     save_meta(out_dir, meta)
     number = sum("_train_" in shard["name"] for shard in meta["shards"])

@@ -274,6 +274,12 @@ def write_shards(config, data_dir, meta):
             write_text(data_dir / "meta.json", json.dumps(meta, indent=1))
             train.say(f"{path}  {found['tokens']:,} tokens ({number + 1} of {len(pieces)})")
     parts = meta["shards"].values()
+    for split in ("train", "val"):
+        if not any(part["used"] for name, part in meta["shards"].items() if f"_{split}_" in name):
+            reasons = ", ".join(f"{n} {reason}" for part in parts for reason, n in part["unusable"].items())
+            raise UserError(f"source = {config.source} has no usable conversation for the {split} split "
+                            f"(unusable: {reasons or 'none'}). Without a test split of its own, every "
+                            f"{TEST_EVERY}th goes there, so it takes a few; then delete {data_dir}")
     meta |= {key: sum(part[key] for part in parts) for key in ("conversations", "used", "tokens")}
     meta["unusable"] = sum((Counter(part["unusable"]) for part in parts), Counter())
     write_text(data_dir / "meta.json", json.dumps(meta | {"complete": True}, indent=1))

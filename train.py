@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import curves
 import hellaswag
 import prepare_fineweb
-from configs import UserError, load, put_in_place, run, save, write_text
+from configs import UNFINISHED, UserError, load, put_in_place, run, save, write_text
 from model import (
     GPT,
     VOCAB_SIZE,
@@ -104,7 +104,7 @@ class Config:
 
 # What a checkpoint may not be resumed with: these decide what the weights are and which rows come next.
 FIXED = {"init_from", "block_size", "n_layer", "n_head", "n_embd", "tokens_per_step", "optimizer", "seed"}
-SHARES = {"dropout", "decay_fraction", "min_lr_fraction"}
+HIGHEST = {"dropout": 1, "decay_fraction": 1, "min_lr_fraction": 1, "seed": 2**62}
 BAD_STEPS_IN_A_ROW = 5  # this many without a finite gradient, and the run is ill rather than unlucky
 RETRY_SAVE_STEPS = 20  # after a save that failed
 BIGGEST_ON_CPU = 50e6  # weights; 124M on a CPU takes months, so it must be asked for by name
@@ -196,11 +196,12 @@ def micro_batches(rows, numbers, micro_batch_size, device):
 
 
 def check_bounds(config, at_least_1):
-    """Raises UserError for a number that is negative, or 0 although in `at_least_1`, or a share above 1."""
+    """Raises UserError for a number that is negative, or 0 although in `at_least_1`, or above HIGHEST."""
     for name, value in dataclasses.asdict(config).items():
-        low, high = int(name in at_least_1), 1 if name in SHARES else math.inf
+        low, high = int(name in at_least_1), HIGHEST.get(name, math.inf)
         if isinstance(value, (int, float)) and not low <= value <= high:
-            raise UserError(f"{name} = {value} must be at least {low}" + " and at most 1" * (high == 1))
+            most = f" and at most {high}" if name in HIGHEST else ""
+            raise UserError(f"{name} = {value} must be at least {low}{most}")
 
 
 def check_batch(config, world=1):
@@ -356,7 +357,7 @@ def cut_log(out_dir, step):
 def save_checkpoint(out_dir, state):
     """Writes ckpt.pt; the one before becomes ckpt_prev.pt; a crash leaves at least one whole."""
     path = Path(out_dir) / "ckpt.pt"
-    temporary = path.with_name("ckpt.pt.tmp")
+    temporary = path.with_name(f"ckpt.pt{UNFINISHED}")
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
@@ -1137,13 +1138,13 @@ def run_training(config, stop):
     """Everything from the settings to the exit code."""
     device, rank, world = start_process(config)
     check_batch(config, world)
-    model = start_model(config, device)
-    refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, why = pick_dtype(device, training=True, name=config.dtype)
-    is_owner = rank == 0 and not config.plan
-    lock = prepare_fineweb.lock_folder(config.out_dir) if is_owner else None  # noqa: F841 - to the end
-    rows, val_rows = open_data(config, rank, world)
     try:
+        model = start_model(config, device)
+        refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
+        is_owner = rank == 0 and not config.plan
+        lock = prepare_fineweb.lock_folder(config.out_dir) if is_owner else None  # noqa: F841 - to the end
+        rows, val_rows = open_data(config, rank, world)
         with attention_order(config.attention):
             if config.plan:
                 return make_plan(model, config, rows, device, dtype) or 0

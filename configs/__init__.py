@@ -20,6 +20,7 @@ import typing
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+UNFINISHED = ".unfinished"  # how a file is called that is being written; nobody else's files are called that
 
 
 class UserError(Exception):
@@ -64,7 +65,7 @@ def save(config, path):
 def write_text(path, text):
     """Writes a text file so that a crash leaves the old file or the new one, never half of one."""
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + UNFINISHED)
     with open(temporary, "w", encoding="utf-8", newline="\n") as file:  # the same bytes on Windows
         file.write(text)
         file.flush()
@@ -85,6 +86,8 @@ def put_in_place(temporary, path):
 
 def run(main):
     """Calls a script's main(): what a user can cause ends in one line and code 1, a bug in a traceback."""
+    for name in ("stdout", "stderr"):  # closed, or a Windows program without a console
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # not every console can print every character
@@ -102,8 +105,8 @@ def run(main):
         # `| head` has seen enough; Windows calls that an invalid argument, as it does a bad file name
         closed_pipe = isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL and os.name == "nt"
         if not closed_pipe or error.filename is not None:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"error: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it still holds can go nowhere
         sys.exit(1)
 
 
@@ -159,7 +162,7 @@ def find_overlay(name, script):
 def read_toml(path):
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Notepad may write a byte order mark
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None

@@ -35,7 +35,7 @@ FAULTS = {  # name: (file, a text that is in it once, the text with the fault, w
             "<|end|> is not supervised: no reply ends by itself"),
     "padding": ("model.py", "((ids == END) & (kind", "((ids >= END) & (kind",
                 "a chat may sample the rows that only fill the matrix"),
-    "in_place": ("model.py", 'folder / "model.safetensors.tmp"', 'folder / "model.safetensors"',
+    "in_place": ("model.py", 'folder / f"model.safetensors{UNFINISHED}"', 'folder / "model.safetensors"',
                  "a crash in a save leaves half of the weights"),
     "bytes": ("prepare_fineweb.py", 'part.astype("<u2", copy=False)', 'part.astype(">u2", copy=False)',
               "the ids in a shard have their bytes swapped"),

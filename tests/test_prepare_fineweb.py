@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from hub import COMMIT, LocalHub
 
+import model
 import prepare_fineweb
 from configs import UserError
 from model import END_OF_TEXT, tokenizer
@@ -226,7 +227,7 @@ def test_no_document_is_too_strange_to_get_past(tmp_path):
 
 
 def test_a_long_document_in_slices_has_the_tokens_of_the_whole(monkeypatch):
-    monkeypatch.setattr(prepare_fineweb, "SLICE", 1500)
+    monkeypatch.setattr(model, "SLICE", 1500)
     rng = random.Random(3)
     pieces = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "\xa0", "\x1c", "a", "It's", "4", "!", "漢"]
     for _ in range(50):
@@ -622,7 +623,7 @@ def test_a_killed_run_over_the_network_ends_with_the_same_bytes(tmp_path, hub):
     assert last.wait(60) == 0, last.stdout.read()
     assert contents(tmp_path / "killed") == contents(tmp_path / "unbroken")
     names = [path.name for path in (tmp_path / "killed").rglob("*")]
-    assert not [name for name in names if name.endswith(".tmp") or name.startswith(".incoming")]
+    assert not [name for name in names if name.endswith(".unfinished") or name.startswith(".incoming")]
 
 
 def test_a_full_disk_gives_one_line_and_whole_shards_and_with_room_it_goes_on(tmp_path):
@@ -633,7 +634,7 @@ def test_a_full_disk_gives_one_line_and_whole_shards_and_with_room_it_goes_on(tm
     assert said.splitlines()[-1].startswith("error: no room left for") and "Traceback" not in said
     for path in (tmp_path / "out").glob("*.bin"):
         prepare_fineweb.read_shard(path)
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list((tmp_path / "out").glob("*.unfinished"))
     assert start(tmp_path / "out", source=tmp_path / "in.parquet").wait(60) == 0
     assert start(tmp_path / "unbroken", source=tmp_path / "in.parquet").wait(60) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")

@@ -716,7 +716,7 @@ def test_a_full_disk_at_a_save_warns_and_is_tried_again(data, out, unbroken, mon
     assert calls == 4  # steps 2, (4), 5, 6
     assert "make space" in warnings_of(out)[0]
     assert equal(state(out)["model"], state(unbroken)["model"])
-    assert not list(out.glob("*.tmp"))
+    assert not list(out.glob("*.unfinished"))
 
 
 def small_disk(size):
@@ -732,7 +732,7 @@ def test_a_disk_that_stays_full_leaves_the_old_checkpoint_and_says_so_at_the_end
     assert "step 4 is not saved" in log.read_text(encoding="utf-8")
     assert "Traceback" not in log.read_text(encoding="utf-8")
     assert (out / "ckpt.pt").read_bytes() == old
-    assert not list(out.glob("*.tmp"))
+    assert not list(out.glob("*.unfinished"))
     assert run(data, out, max_steps=4, decay_fraction=0) == 0
 
 
@@ -758,12 +758,12 @@ def test_a_number_that_means_nothing_is_refused_by_name(data, out, setting):
 
 def test_two_runs_do_not_share_a_folder(data, out):
     lock = prepare_fineweb.lock_folder(out)
-    (out / "ckpt.pt.tmp").write_text("the other run is writing this", encoding="utf-8")
+    (out / "ckpt.pt.unfinished").write_text("the other run is writing this", encoding="utf-8")
     assert "in use" in run(data, out)
-    assert (out / "ckpt.pt.tmp").exists()
+    assert (out / "ckpt.pt.unfinished").exists()
     lock.close()
     assert run(data, out, max_steps=1) == 0
-    assert not (out / "ckpt.pt.tmp").exists()
+    assert not (out / "ckpt.pt.unfinished").exists()
 
 
 def test_everything_in_a_checkpoint_loads_without_trusting_it(unbroken):
