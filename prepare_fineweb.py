@@ -1075,7 +1075,11 @@ def main():
     elif config.verify:
         verify(config)
     else:
-        prepare(config)
+        try:
+            prepare(config)
+        except KeyboardInterrupt:
+            print(f"\nstopped; the same command goes on from the last whole shard in {config.out_dir}")
+            raise
 
 
 if __name__ == "__main__":

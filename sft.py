@@ -242,7 +242,7 @@ def prepare(config):
     """
     data_dir = Path(config.data_dir)
     meta = {"kind": "conversations", "source": config.source, "tokenizer": "gpt2", "complete": False,
-            "files": {path.name: path.stat().st_size for path in local_files(config.source)}, "shards": {}}
+            "files": {str(path): path.stat().st_size for path in local_files(config.source)}, "shards": {}}
     if (data_dir / "meta.json").exists():
         there = read_meta(data_dir)
         if any(there.get(key) != meta[key] for key in ("kind", "source")):

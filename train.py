@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -460,8 +461,8 @@ class Checkpoints:
         if self.save(step, trained_s):
             self.saved_step, self.next_step = step, self.after(step)
         elif last:
-            raise UserError(f"step {step} is not saved: make space; the same command goes on from the "
-                            "checkpoint before")
+            before = f"step {self.saved_step}" if self.saved_step else "the beginning"
+            raise UserError(f"step {step} is not saved: make space; the same command goes on from {before}")
         else:
             self.next_step = min(self.after(step), step + RETRY_SAVE_STEPS)
 
@@ -477,7 +478,7 @@ class Checkpoints:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]})
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
             self.fence.warn(step, f"no checkpoint could be written ({' '.join(str(error).split())[:120]}): "
-                                  "make space. The one before is kept, and the next attempt comes soon")
+                                  "make space. What was saved before is kept; the next attempt comes soon")
             return False
         self.write_model(step)
         return True
@@ -1029,8 +1030,9 @@ def last_words(config, step, trained_s, stop):
         say("stopped before the first step; nothing was changed")
         return 128 + (stop.signal or signal.SIGTERM)
     if step < config.max_steps or stop.signal:
+        quoted = subprocess.list2cmdline if os.name == "nt" else shlex.join
         say(f"stopped at step {step:,}, saved in {config.out_dir}; the same command goes on: python "
-            f"{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
+            f"{quoted([Path(sys.argv[0]).name, *sys.argv[1:]])}")
         return 128 + (stop.signal or signal.SIGTERM)
     with contextlib.suppress(Exception):
         append_log(config.out_dir, {"event": "end", "step": step})
