@@ -48,7 +48,7 @@ def read_log(path):
     for line in filter(str.strip, text.split("\n")):  # splitlines() would cut a sample at U+2028
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)

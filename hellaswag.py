@@ -108,7 +108,10 @@ def read_folder(path):
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
-        data = datasets.load_from_disk(str(path))
+        try:
+            data = datasets.load_from_disk(str(path))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path} is no folder of `datasets` ({first_line(error)})") from None
         if isinstance(data, datasets.DatasetDict):
             data = data["validation"] if "validation" in data else next(iter(data.values()))
         return data.to_list()
@@ -121,7 +124,7 @@ def read_folder(path):
 def parse_line(line, path, number):
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         print(f"{path}, line {number} is not JSON (cut off?); left out", file=sys.stderr)
         return None
 
@@ -348,6 +351,8 @@ def lay_out(batch):
 
 def main():
     config = configs.load(Config, "hellaswag")
+    if config.n < 0:
+        raise UserError(f"n = {config.n} must be 0 (all) or more")
     start_s = time.perf_counter()
     device = pick_device(config.device)
     items, broken = load_items(config.source)

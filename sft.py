@@ -747,22 +747,22 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
 def run_tuning(config, stop):
     """Everything from the settings to the exit code."""
     device, rank, world = train.start_process(config)
-    model = start_model(config, device)
-    config = dataclasses.replace(config, block_size=config.block_size or model.config.block_size)
-    check_settings(config)
-    train.refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
     dtype, _ = pick_dtype(device, training=True, name=config.dtype)
-    lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - kept
-    if rank == 0:
-        prepare(config)
-    if world > 1:
-        torch.distributed.barrier()  # the others wait for the data
-    data, test = (load_split(config.data_dir, split, config.block_size) for split in ("train", "val"))
-    widths = choose_widths(data.length - 1, config.block_size)
-    config, groups = plan_steps(config, data, widths)
-    if rank == 0:
-        describe(config, model, data, widths, groups)
     try:
+        model = start_model(config, device)
+        config = dataclasses.replace(config, block_size=config.block_size or model.config.block_size)
+        check_settings(config)
+        train.refuse_a_crawl(config, device, sum(p.numel() for p in model.parameters()))
+        lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - kept
+        if rank == 0:
+            prepare(config)
+        if world > 1:
+            torch.distributed.barrier()  # the others wait for the data
+        data, test = (load_split(config.data_dir, split, config.block_size) for split in ("train", "val"))
+        widths = choose_widths(data.length - 1, config.block_size)
+        config, groups = plan_steps(config, data, widths)
+        if rank == 0:
+            describe(config, model, data, widths, groups)
         with train.attention_order(config.attention):
             if config.plan:
                 return make_plan(config, model, data, groups, device, dtype) or 0

@@ -340,7 +340,7 @@ def say(text):
 def append_log(out_dir, row):
     """Adds one line to log.jsonl. JSON has no NaN, so what is not finite is written as null."""
     row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8") as file:
+    with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8", errors="surrogateescape") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -348,7 +348,7 @@ def cut_log(out_dir, step):
     """Takes out of log.jsonl what a run resumed at `step` does again: later steps and this one's look."""
     path, kept = Path(out_dir) / "log.jsonl", []
     for row in curves.read_log(path) if path.exists() else []:  # without the line that a crash cut short
-        at = row.get("step", math.inf)
+        at = row["step"] if isinstance(row.get("step"), int) else math.inf  # a foreign line goes
         done = at < step or (at == step and {"loss", "warning"} & set(row))
         if row.get("event") == "start" or (done and "event" not in row):
             kept.append(json.dumps(row, ensure_ascii=False) + "\n")

@@ -66,7 +66,8 @@ def write_text(path, text):
     """Writes a text file so that a crash leaves the old file or the new one, never half of one."""
     path = Path(path)
     temporary = path.with_name(path.name + UNFINISHED)
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:  # the same bytes on Windows
+    # the same bytes on Windows; and a folder's name need not be Unicode on Linux
+    with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -149,6 +149,21 @@ def test_a_book_that_is_added_later_is_not_left_out_in_silence(tmp_path):
         prepare(tmp_path, source=tmp_path / "texts", val_tokens=0)
 
 
+def test_files_of_the_user_in_out_dir_are_left_alone(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text("some words " * 500, encoding="utf-8")
+    (tmp_path / "d" / "notes.tmp").write_text("precious", encoding="utf-8")
+    prepare(tmp_path, source=tmp_path / "d", out_dir=tmp_path / "d", val_tokens=0)
+    assert (tmp_path / "d" / "notes.tmp").read_text(encoding="utf-8") == "precious"
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"shards": null}', "[" * 100_000, "{"])
+def test_a_meta_json_that_is_none_is_damaged_in_one_line(tmp_path, text):
+    (tmp_path / "meta.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="is damaged"):
+        prepare_fineweb.shards(tmp_path, "train")
+
+
 def test_two_preparations_do_not_share_a_folder(tmp_path):
     (tmp_path / "in.txt").write_text("some words", encoding="utf-8")
     lock = prepare_fineweb.lock_folder(tmp_path / "out")

@@ -28,6 +28,7 @@ from model import (
     GPT,
     ROLE_IDS,
     GPTConfig,
+    decode,
     encode,
     load_model,
     render_chat,
@@ -612,3 +613,18 @@ def test_the_loss_is_taken_in_whole_chunks_so_that_kept_memory_does_not_fall_to_
         targets = torch.where(torch.rand(3, 24, generator=generator) < 0.4, tokens, -1)
         assert sft.loss_of(model, tokens, targets).item() == pytest.approx(model(tokens, targets).item(), rel=1e-5)
     assert sizes and not any(size % 16 for size in sizes)
+
+
+def test_a_source_without_enough_conversations_is_told_why(tmp_path):
+    for rows in ([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]],
+                 [[{"role": "human", "content": "Hi"}]] * 60):
+        chats = write_source(tmp_path / f"chats{len(rows)}", rows)
+        config = configs.load(sft.Config, "sft", [f"--source={chats}", f"--data_dir={tmp_path / f'd{len(rows)}'}"])
+        with pytest.raises(UserError, match=r"no usable conversation for the train split \(unusable: .*\)"):
+            sft.prepare(config)
+
+
+def test_a_message_of_a_million_spaces_costs_no_more_than_itself():
+    ids, reason = sft.tokenise([{"role": "user", "content": " " * 1_000_000 + "x"},
+                                {"role": "assistant", "content": "Hello"}])
+    assert reason == "" and decode(ids).endswith("x<|end|><|assistant|>Hello<|end|>")
