@@ -839,21 +839,25 @@ def score_hellaswag(model, items, config, step, tokens_seen):
 def look(model, step, config, rows, micro, device, dtype, fence):
     """Everything that looks at the model at `step` and cannot stop or change the training."""
     last, tokens_seen = step == config.max_steps, step * config.tokens_per_step
-    knows_nothing = step == 0 and not config.init_from  # then the score is chance, and the text noise
     val_loss = score = None
 
     def due(every):
         return every > 0 and (last or step % every == 0) and not fence.stop.signal
 
+    if step == 0 and not config.init_from:  # it knows nothing: loss ln V, score chance, text noise
+        if config.hellaswag_every:
+            with fence("HellaSwag", step):
+                hellaswag.load_items(config.hellaswag_source)  # what is missing is better known now
+        return
     if due(config.eval_every):
         with fence("validation", step):
             val_loss = validation_loss(model, rows, config, micro, device, dtype)
             append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "val_loss": val_loss})
     if due(config.hellaswag_every):
         with fence("HellaSwag", step):
-            items = hellaswag.load_items(config.hellaswag_source)[0]  # at step 0, too: a failure shows now
-            score = None if knows_nothing else score_hellaswag(model, items, config, step, tokens_seen)
-    if due(config.sample_every) and not knows_nothing:
+            items = hellaswag.load_items(config.hellaswag_source)[0]
+            score = score_hellaswag(model, items, config, step, tokens_seen)
+    if due(config.sample_every):
         with fence("samples", step):
             write_samples(model, config, step)
     if val_loss is None and score is None:
