@@ -853,6 +853,8 @@ def prepare(config):
         if getattr(config, name) < 0:
             raise UserError(f"{name} = {getattr(config, name):,} cannot be negative; 0 means {zero}")
     out_dir, progress = Path(config.out_dir), Progress()
+    if not out_dir.exists() and config.source not in ("", "tiny"):
+        local_files(Path(config.source), progress)  # a mistyped source should leave no folder behind
     with lock_folder(out_dir), disk_errors(out_dir):
         meta = earlier(out_dir, config)
         has_enough = meta and is_enough(meta, config)
