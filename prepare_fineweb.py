@@ -853,8 +853,9 @@ def prepare(config):
         if getattr(config, name) < 0:
             raise UserError(f"{name} = {getattr(config, name):,} cannot be negative; 0 means {zero}")
     out_dir, progress = Path(config.out_dir), Progress()
-    if not out_dir.exists() and config.source not in ("", "tiny"):
-        local_files(Path(config.source), progress)  # a mistyped source should leave no folder behind
+    is_mistyped = config.source not in ("", "tiny") and not Path(config.source).exists()
+    if is_mistyped and not out_dir.exists():  # before a folder is made for it
+        raise UserError(f"source = {config.source!r}: there is no such file or folder")
     with lock_folder(out_dir), disk_errors(out_dir):
         meta = earlier(out_dir, config)
         has_enough = meta and is_enough(meta, config)
