@@ -87,6 +87,7 @@ class Chat:
     def reset(self):
         """Forgets every turn but the system's."""
         self.messages, self.has_warned = [m for m in self.messages if m["role"] == "system"], False
+        self.cache.length, self.cache.tokens = 0, []
 
     def set_system(self, text):
         """Opens the conversation with a system turn, in place of any that it has; "" takes it away."""

@@ -29,6 +29,8 @@ def commands():
     spans = re.findall(r"`(python [^`]+)`", re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL))
     found = []
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines() + [" ".join(span.split()) for span in spans]:
+        if not re.match(r"python|torchrun|for ", line):  # what a program printed
+            continue
         loop = re.match(r"for (\w+) in ([^\s;]+)", line)
         if loop:
             line = re.sub(rf"\${loop[1]}\b|\${{{loop[1]}}}", loop[2], line)
