@@ -2,7 +2,7 @@
 
     python tests/symptoms.py                       all of BREAKS; about half an hour on one core
     python tests/symptoms.py no_mask sft_no_end    only these, beside the healthy runs
-    python tests/symptoms.py --steps=370           as long as configs/tiny trains
+    python tests/symptoms.py no_mask --steps=370   as long as configs/tiny trains: only then is the leak found
 
 Each break is a patch in memory or a setting, in a process of its own; all else is train.py and sft.py with
 configs/tiny. Prints one Markdown row per run. Losses but the first are means of ten steps. Where a break
@@ -116,7 +116,7 @@ BREAKS = {  # name: (what is broken, how)
     "sorted_rows": ("the same rows, those with the most capitals first", sorted_rows),
     "sft": ("nothing; from the healthy run's model", None),
     "sft_no_mask": ("the loss counts the user's words, too", sft_no_mask),
-    "sft_no_end": ("the loss leaves out <|end|>", sft_no_end),
+    "sft_no_end": ("the loss leaves out the token that ends a reply", sft_no_end),
 }
 
 
