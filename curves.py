@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UserError, put_in_place, run
+from configs import UserError, replacing, run
 
 REFERENCE = Path(__file__).parent / "configs" / "reference_curves.csv"
 GPT2_HELLASWAG = 0.2955  # OpenAI's 124M, completion style, normalised per token (hellaswag.py)
@@ -342,13 +342,8 @@ def draw(out_dirs, path):
             panel.xaxis.set_major_formatter(lambda value, _: short(value))
             panel.set_xlim(0, 1.015 * end or 1)
         figure.suptitle(headline(logs, names, end), x=0.01, ha="left", fontsize=14)
-        path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            figure.savefig(part, format="png")
-            put_in_place(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with replacing(path) as file:
+            figure.savefig(file, format="png")
 
 
 def headline(logs, names, end):

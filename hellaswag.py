@@ -12,7 +12,6 @@ train.py and sft.py call load_items() and evaluate().
 
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 from torch.nn import functional as F
 
 import configs
-from configs import UNFINISHED, UserError, put_in_place
+from configs import UserError, replacing
 from model import encode, load_model, pick_device
 
 DATASET = "Rowan/hellaswag"
@@ -141,12 +140,8 @@ def download(path):
         if not any(usable(row) for row in data.select(range(min(len(data), 10)))):
             raise ValueError(f"what came has no questions: {len(data)} rows")  # keeping it would be for ever
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
-        with open(temporary, "wb") as file:
+        with replacing(path) as file:
             data.to_parquet(file)
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(temporary, path)
     except Exception as error:  # an HTTP status, a timeout, no name server, a full disk: a dozen classes
         raise UserError(
             f"HellaSwag cannot be fetched from the hub ({type(error).__name__}: {first_line(error)}); "

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configs import UNFINISHED, UserError, put_in_place, write_text
+from configs import UserError, replacing, write_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Vocabulary: what a token is
@@ -95,9 +95,8 @@ def seed_bpe_folder(cache):
         source = next((folder / name for folder in packages if (folder / name).is_file()), None)
         cached = cache / key
         if source and not (cached.exists() and hashlib.sha256(cached.read_bytes()).hexdigest() == sha256):
-            temporary = cache / f"{key}.{os.getpid()}{UNFINISHED}"  # several processes may be at it
-            shutil.copyfile(source, temporary)
-            put_in_place(temporary, cached)
+            with replacing(cached) as file:
+                file.write(source.read_bytes())
 
 
 def encode(text):
@@ -388,14 +387,11 @@ def save_model(model, folder, kind="base", step=0):
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: (tensor.T if name.endswith(TRANSPOSED) else tensor).detach().float().cpu().contiguous()
                for name, tensor in model.state_dict().items()}
-    temporary = folder / f"model.safetensors{UNFINISHED}"
     data = save(tensors, metadata={"format": "pt", "kind": kind, "step": str(step),
                                    "date": time.strftime("%Y-%m-%d %H:%M")})
-    with open(temporary, "wb") as file:  # safetensors' own save_file() lets nobody else read it
+    # safetensors' own save_file() makes a file that nobody else may read
+    with replacing(folder / "model.safetensors") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    put_in_place(temporary, folder / "model.safetensors")
 
     has_words = config.vocab_size > SYSTEM  # a toy vocabulary has no tokenizer
     end = END if kind == "chat" else END_OF_TEXT

@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UNFINISHED, UserError, load, put_in_place, run, write_text
+from configs import UNFINISHED, UserError, load, put_in_place, replacing, run, write_text
 
 # `model` is imported where it is needed, as it imports torch: the process that downloads has no use for it.
 
@@ -76,23 +76,15 @@ def write_shard(path, tokens):
     llm.c's format: 256 little-endian int32 (magic, version, count, zeros), then uint16 ids. The file appears
     whole or not at all.
     """
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     count = 0
-    try:
-        with open(temporary, "wb") as file:
-            file.write(bytes(HEADER_BYTES))
-            for part in [tokens] if isinstance(tokens, np.ndarray) else tokens:
-                assert part.size == 0 or 0 <= part.min() and part.max() < 1 << 16, "id beyond uint16"
-                file.write(part.astype("<u2", copy=False).tobytes())
-                count += part.size
-            file.seek(0)
-            file.write(np.array([MAGIC, VERSION, count], dtype="<i4").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(bytes(HEADER_BYTES))
+        for part in [tokens] if isinstance(tokens, np.ndarray) else tokens:
+            assert part.size == 0 or 0 <= part.min() and part.max() < 1 << 16, "id beyond uint16"
+            file.write(part.astype("<u2", copy=False).tobytes())
+            count += part.size
+        file.seek(0)
+        file.write(np.array([MAGIC, VERSION, count], dtype="<i4").tobytes())
     return count
 
 
@@ -853,14 +845,13 @@ def prepare(config):
         if getattr(config, name) < 0:
             raise UserError(f"{name} = {getattr(config, name):,} cannot be negative; 0 means {zero}")
     out_dir, progress = Path(config.out_dir), Progress()
-    is_mistyped = config.source not in ("", "tiny") and not Path(config.source).exists()
-    if is_mistyped and not out_dir.exists():  # before a folder is made for it
+    is_local = config.source == "tiny" or config.source != "" and Path(config.source).exists()
+    if config.source and not is_local and not out_dir.exists():  # before a folder is made for it
         raise UserError(f"source = {config.source!r}: there is no such file or folder")
     with lock_folder(out_dir), disk_errors(out_dir):
         meta = earlier(out_dir, config)
         has_enough = meta and is_enough(meta, config)
-        if not has_enough or config.source == "tiny" or Path(config.source or "hub").exists():
-            # done before or not: a Local looks whether its files have changed
+        if is_local or not has_enough:  # a Local looks whether its files have changed since
             source = (Local if config.source else Hub)(config, meta, progress)
         if not has_enough:
             meta = meta or source.about | {

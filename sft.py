@@ -35,7 +35,6 @@ from torch.nn import functional as F
 
 import chat
 import curves
-import hellaswag
 import train
 from configs import FOLDER, UserError, load, run, save, write_text
 from model import (
@@ -274,14 +273,15 @@ def write_shards(config, data_dir, meta):
             write_text(data_dir / "meta.json", json.dumps(meta, indent=1))
             train.say(f"{path}  {found['tokens']:,} tokens ({number + 1} of {len(pieces)})")
     parts = meta["shards"].values()
+    unusable = sum((Counter(part["unusable"]) for part in parts), Counter())
     for split in ("train", "val"):
         if not any(part["used"] for name, part in meta["shards"].items() if f"_{split}_" in name):
-            reasons = ", ".join(f"{n} {reason}" for part in parts for reason, n in part["unusable"].items())
+            reasons = ", ".join(f"{n} {reason}" for reason, n in unusable.items())
             raise UserError(f"source = {config.source} has no usable conversation for the {split} split "
                             f"(unusable: {reasons or 'none'}). Without a test split of its own, every "
                             f"{TEST_EVERY}th goes there, so it takes a few; then delete {data_dir}")
     meta |= {key: sum(part[key] for part in parts) for key in ("conversations", "used", "tokens")}
-    meta["unusable"] = sum((Counter(part["unusable"]) for part in parts), Counter())
+    meta["unusable"] = unusable
     write_text(data_dir / "meta.json", json.dumps(meta | {"complete": True}, indent=1))
 
 
@@ -546,8 +546,7 @@ def look(model, step, config, test, device, dtype, fence):
             parts.append(f"test loss {loss:.4f} per supervised token")
     if due(config.hellaswag_every):
         with fence("HellaSwag", step):
-            items = hellaswag.load_items(config.hellaswag_source)[0]
-            score = train.score_hellaswag(model, items, config, step, step * config.tokens_per_step)
+            score = train.score_hellaswag(model, config, step, step * config.tokens_per_step)
             parts.append(f"HellaSwag {score:.1%}")
     if due(config.sample_every):
         with fence("replies", step):

@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import curves
 import hellaswag
 import prepare_fineweb
-from configs import UNFINISHED, UserError, load, put_in_place, run, save, write_text
+from configs import UserError, load, put_in_place, replacing, run, save, write_text
 from model import (
     GPT,
     VOCAB_SIZE,
@@ -357,18 +357,8 @@ def cut_log(out_dir, step):
 
 def save_checkpoint(out_dir, state):
     """Writes ckpt.pt; the one before becomes ckpt_prev.pt; a crash leaves at least one whole."""
-    path = Path(out_dir) / "ckpt.pt"
-    temporary = path.with_name(f"ckpt.pt{UNFINISHED}")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            put_in_place(path, path.with_name("ckpt_prev.pt"))
-        put_in_place(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # half a file would only fill the disk further
+    with replacing(Path(out_dir) / "ckpt.pt", keep=Path(out_dir) / "ckpt_prev.pt") as file:
+        torch.save(state, file)
 
 
 def load_checkpoint(out_dir):
@@ -827,8 +817,9 @@ def write_samples(model, config, step):
     write_text(Path(config.out_dir) / "samples.md", text)
 
 
-def score_hellaswag(model, items, config, step, tokens_seen):
+def score_hellaswag(model, config, step, tokens_seen):
     """HellaSwag's normalised accuracy, logged; it never holds more tokens than a step's micro-batch."""
+    items, _ = hellaswag.load_items(config.hellaswag_source)
     max_tokens = config.micro_batch_size * config.block_size
     score = hellaswag.evaluate(model, items, n=config.hellaswag_n, max_tokens=max_tokens)
     append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "hellaswag": score["acc"],
@@ -855,8 +846,7 @@ def look(model, step, config, rows, micro, device, dtype, fence):
             append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "val_loss": val_loss})
     if due(config.hellaswag_every):
         with fence("HellaSwag", step):
-            items = hellaswag.load_items(config.hellaswag_source)[0]
-            score = score_hellaswag(model, items, config, step, tokens_seen)
+            score = score_hellaswag(model, config, step, tokens_seen)
     if due(config.sample_every):
         with fence("samples", step):
             write_samples(model, config, step)

@@ -7,6 +7,7 @@ is a .toml file, or a folder, which means the file with the script's name in it 
 Later wins. The dataclass holds only types, so no value is written twice, and a config file never runs code.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -64,14 +65,29 @@ def save(config, path):
 
 def write_text(path, text):
     """Writes a text file so that a crash leaves the old file or the new one, never half of one."""
-    path = Path(path)
-    temporary = path.with_name(path.name + UNFINISHED)
     # the same bytes on Windows; and a folder's name need not be Unicode on Linux
-    with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    put_in_place(temporary, path)
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", errors="surrogateescape"))
+
+
+@contextlib.contextmanager
+def replacing(path, keep=None):
+    """A binary file to write to, which takes the place of `path` at the end: whole, or not at all.
+
+    keep  a path for what stood there before
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")  # two processes may be at it
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if keep and path.exists():
+            put_in_place(path, keep)
+        put_in_place(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # half a file would only fill the disk
 
 
 def put_in_place(temporary, path):

@@ -51,7 +51,7 @@ def test_any_log_can_be_read_summed_up_and_drawn(kind, tmp_path):
     assert curves.summary(curves.read_log(folder)).startswith("run")
     curves.draw([folder], folder / "curves.png")
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(folder.glob("*.part"))
+    assert not list(folder.glob("*.unfinished"))
 
 
 @pytest.mark.parametrize("kind", LOGS)
