@@ -22,6 +22,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+import torch
+
 from configs import FOLDER, UserError, load, parse, run
 from model import (
     END,
@@ -37,6 +39,7 @@ from model import (
     pick_dtype,
     question_prompt,
     render_chat,
+    store_by_input,
     token_bytes,
 )
 
@@ -389,6 +392,8 @@ def open_model(name, config):
     device = pick_device(config.device)
     dtype, why = pick_dtype(device, training=False)
     model = load_model(name, device, dtype)
+    if device.type == "cpu" and dtype == torch.float32:
+        store_by_input(model)
     if model.config.vocab_size <= SYSTEM:
         raise UserError(f"{name} has {model.config.vocab_size} tokens in its vocabulary; GPT-2's has 50,257")
     info, n_million = model.info, sum(p.numel() for p in model.parameters()) / 1e6

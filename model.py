@@ -585,6 +585,17 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, re
             return
 
 
+def store_by_input(model):
+    """Turns the larger matrices around in memory, for generating in fp32 on a CPU; the values stay.
+
+    Product of a row and a matrix: the weights of one input side by side are read nearly twice as fast as those
+    of one output. Not for training, whose products have many rows, nor for bf16, which takes ten times as long.
+    """
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and weight.size(0) >= weight.size(1) and "wpe" not in name:
+            weight.data = weight.data.T.contiguous().T
+
+
 def read(model, window, cache):
     """Logits (V,) of what follows the ids `window`; only those that the cache does not hold yet are read."""
     same = 0

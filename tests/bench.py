@@ -213,9 +213,11 @@ def prompt_ids(n):
 def generate_ours(dtype, prompt=64, new=256):
     import torch
 
-    from model import generate, pick_dtype
+    from model import generate, pick_dtype, store_by_input
     dtype = pick_dtype(torch.device("cpu"), training=False)[0] if dtype == "chat" else getattr(torch, dtype)
     model, ids = build_gpt("124M", dtype=dtype).eval(), prompt_ids(prompt)[0].tolist()
+    if dtype == torch.float32:  # as chat.py does
+        store_by_input(model)
     extra = {"weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()), "dtype": str(dtype)}
     return lambda: (len(list(generate(model, ids, new, temperature=0))), extra)
 

@@ -89,6 +89,13 @@ def turns(ids):
 # What comes back
 
 
+@pytest.mark.parametrize(("dtype", "turned"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_weights_are_stored_by_input_where_they_are_read_in_fp32_on_a_cpu(folders, monkeypatch, dtype, turned):
+    monkeypatch.setattr(chat, "pick_dtype", lambda device, training: (dtype, "for this test"))
+    model, _ = chat.open_model(folders["chat"], chat.load(chat.Config, "chat", ["--device=cpu"]))
+    assert model.transformer["wte"].weight.is_contiguous() is not turned
+
+
 def test_a_character_spread_over_several_tokens_is_shown_whole():
     text = "😀 日本語 naïve"
     pieces = list(chat.text_of(encode(text)))

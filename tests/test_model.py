@@ -550,6 +550,17 @@ def test_a_pass_that_is_interrupted_leaves_a_cache_that_still_tells_the_truth(mo
 
 
 @torch.no_grad()
+def test_weights_stored_by_input_are_the_same_weights_and_still_tied():
+    gpt, turned, ids = small(spread=0.1), small(spread=0.1), some_ids(1, 20)
+    model.store_by_input(turned)
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), turned.parameters(), strict=True))
+    by_input = {name for name, weight in turned.named_parameters() if not weight.is_contiguous()}
+    assert {"transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"} <= by_input
+    assert "transformer.h.0.mlp.c_proj.weight" not in by_input
+    torch.testing.assert_close(turned(ids), gpt(ids))
+
+
+@torch.no_grad()
 def test_a_bf16_model_generates_what_its_own_logits_say():
     gpt = small(spread=0.3).to(torch.bfloat16)
     ids, exact = some_ids(20).tolist(), small(spread=0.3)
