@@ -333,16 +333,23 @@ def summed_loss(x, weight, targets, chunk_rows=0):
         x_low, w_low = x.to(dtype), weight.to(dtype)
         loss, grad_x = x.new_zeros((), dtype=torch.float32), []
         grad_w = torch.zeros_like(weight, dtype=torch.float32)  # bf16 would lose the small parts
+        ids = torch.arange(len(weight), device=x.device)
         for rows, row_targets in zip(x_low.split(chunk_rows), targets.split(chunk_rows)):
             counted, target = (row_targets >= 0)[:, None], row_targets.clamp(min=0)[:, None]
             logits = (rows @ w_low.T).float()
-            probs = logits.softmax(dim=1)
-            # ln of the softmax's denominator, from the likeliest token, whose probability cannot underflow
-            log_sum = logits.amax(dim=1, keepdim=True) - probs.amax(dim=1, keepdim=True).log()
-            loss += ((log_sum - logits.gather(1, target)) * counted).sum()
+            at_target, largest = logits.gather(1, target), logits.amax(dim=1, keepdim=True)
+            # Cross-entropy's gradient by the logits: the probabilities, minus one at the token that came.
+            if torch.compiler.is_compiling():  # fused, none of it is ever whole in fp32
+                log_sum = logits.logsumexp(dim=1, keepdim=True)
+                grad = (logits - log_sum).exp() - (ids == target).float()
+            else:  # in place, on a CPU
+                probs = torch.softmax(logits, dim=1, out=logits if logits.is_cpu else None)
+                # ln of the softmax's denominator, from the likeliest token: its probability cannot underflow
+                log_sum = largest - probs.amax(dim=1, keepdim=True).log()
+                grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
+            loss += ((log_sum - at_target) * counted).sum()
             if needs_grad:
-                # cross-entropy's gradient by the logits: the probabilities, minus one at the token that came
-                grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0)).to(dtype)
+                grad = grad.to(dtype)
                 grad_x.append(grad @ w_low * counted)
                 if dtype == torch.float32:
                     grad_w.addmm_(grad.T, rows * counted)  # in one pass over the large grad_w
@@ -362,7 +369,7 @@ class HandOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        return None, grad_x * grad, grad_w * grad, None, None
+        return None, grad_x.mul_(grad), grad_w.mul_(grad), None, None  # in place: used once
 
 
 # ------------------------------------------------------------------------------------------------------------
