@@ -1000,9 +1000,10 @@ def finish(out_dir, meta, config, progress):
     train, val = meta["tokens"]["train"], meta["tokens"]["val"]
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in meta["skipped"].items()) or "none"
     if not train:
+        for name in ("meta.json", *(shard["name"] for shard in meta["shards"])):  # of no use, and in the way
+            (out_dir / name).unlink(missing_ok=True)
         raise UserError(f"nothing is left to train on: {meta['documents']:,} documents (skipped: {skipped}), "
-                        f"{val:,} tokens for validation; choose a larger source, or a smaller --val_tokens "
-                        "with another --out_dir")
+                        f"{val:,} tokens for validation; choose a larger source, or a smaller --val_tokens")
     meta["complete"] = True
     save_meta(out_dir, meta)
     number = sum("_train_" in shard["name"] for shard in meta["shards"])

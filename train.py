@@ -167,7 +167,8 @@ def open_data(config, rank=0, world=1):
                 f"--source={config.source}", f"--out_dir={config.data_dir}"]))
         elif meta["source"] != config.source:
             raise UserError(f"data_dir = {config.data_dir} was made from {meta['source']!r}, not from "
-                            f"source = {config.source!r}; choose another --data_dir")
+                            f"source = {config.source!r}: --source= (empty) trains on it as it is, and another "
+                            "--data_dir is prepared anew")
     if world > 1:
         torch.distributed.barrier()  # the others wait for the data
     val_rows = Rows(config.data_dir, "val", config.block_size) if config.eval_every else None
@@ -432,7 +433,7 @@ class Checkpoints:
             self.scaler.load_state_dict(state["scaler"])
         say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose "
             "another --out_dir=")
-        if changed:
+        if changed and not self.is_finished(state["step"]):
             say("changed   since the checkpoint, and applied: " + "; ".join(changed.values()))
         self.saved_step, self.next_step = state["step"], self.after(state["step"])
         return state["step"], state.get("trained_s", 0.0)

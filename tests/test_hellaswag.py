@@ -354,7 +354,8 @@ def test_by_hand_a_refusing_host_gives_one_line_and_exit_code_1(tmp_path, monkey
 def test_by_hand_the_score_stands_beside_gpt2s_and_is_saved_question_by_question(tmp_path):
     save_model(random_model(), tmp_path / "model")
     saved = tmp_path / "rows" / "a.jsonl"
-    done = by_hand(f"--model={tmp_path / 'model'}", "--source=tiny", "--n=50", "--style=harness",
+    questions = write_jsonl(tmp_path / "val.jsonl", ITEMS)
+    done = by_hand(f"--model={tmp_path / 'model'}", f"--source={questions}", "--n=50", "--style=harness",
                    "--device=cpu", f"--save={saved}")
     assert done.returncode == 0, done.stderr
     score = hellaswag.evaluate(random_model(), ITEMS, n=50, style="harness")
@@ -365,6 +366,12 @@ def test_by_hand_the_score_stands_beside_gpt2s_and_is_saved_question_by_question
     assert len(rows) == 50
     assert np.abs(np.array([row["losses"] for row in rows]) - losses_of(score)).max() < 1e-4
     assert np.mean([row["choice"] == row["label"] for row in rows]) == pytest.approx(score["acc"])
+
+
+def test_a_score_on_made_up_questions_is_not_set_beside_gpt2s(tmp_path):
+    save_model(random_model(), tmp_path / "model")
+    done = by_hand(f"--model={tmp_path / 'model'}", "--source=tiny", "--n=10", "--device=cpu")
+    assert done.returncode == 0 and "made-up questions" in done.stdout and "GPT-2" not in done.stdout
 
 
 @pytest.fixture

@@ -302,6 +302,15 @@ def test_a_source_that_gives_no_text_is_answered_in_one_line(tmp_path, make, say
     assert "\n" not in str(error.value)
 
 
+def test_a_source_too_small_to_train_on_does_not_claim_the_folder(tmp_path):
+    parquet(["too little"], tmp_path / "in.parquet")
+    with pytest.raises(UserError, match="nothing is left to train on"):
+        prepare(tmp_path, source=tmp_path / "in.parquet", val_tokens=100)
+    parquet(texts(50), tmp_path / "more.parquet")
+    prepare(tmp_path, source=tmp_path / "more.parquet", val_tokens=100)
+    assert list(contents(tmp_path / "out")) == ["more_train_000001.bin", "more_val_000000.bin"]
+
+
 # ---- the same bytes, however they come about
 
 
