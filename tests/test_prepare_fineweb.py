@@ -302,8 +302,8 @@ def test_a_source_that_gives_no_text_is_answered_in_one_line(tmp_path, make, say
     assert "\n" not in str(error.value)
 
 
-def test_a_source_too_small_to_train_on_does_not_claim_the_folder(tmp_path):
-    parquet(["too little"], tmp_path / "in.parquet")
+def test_a_source_with_nothing_to_train_on_does_not_claim_the_folder(tmp_path):
+    parquet([None, ""], tmp_path / "in.parquet")
     with pytest.raises(UserError, match="nothing is left to train on"):
         prepare(tmp_path, source=tmp_path / "in.parquet", val_tokens=100)
     parquet(texts(50), tmp_path / "more.parquet")
