@@ -5,9 +5,9 @@ run     python tests/bench.py                        every part but the slow one
         python tests/bench.py prepare --parquet=DIR  on your own parquet files instead of made-up ones
 time    about half an hour on two quiet cores; on CUDA the training parts also give tokens/s, MFU and memory
 
-Each side of a comparison is a process of its own, so its peak memory is its own too. The sides take turns, one
-repetition each, so whatever else the machine does meets both; the ratio is that of the medians, with its range over
-the turns.
+Each side of a comparison is a process of its own, so its peak memory is its own too. The sides take turns,
+one repetition each, so whatever else the machine does meets both; the ratio is that of the medians, with its
+range over the turns.
 """
 
 import argparse
@@ -43,7 +43,8 @@ STORY_TOKENS_PER_S = 120_000  # of an RTX 4090, for shares of a real step that c
 
 
 class Side(NamedTuple):
-    """One side's medians over the turns: units (tokens, questions, bytes) per second, and peak memory in GB."""
+    """One side's medians over the turns: units (tokens, questions, bytes) per second, and peak memory in
+    GB."""
 
     name: str
     rates: list
@@ -56,14 +57,17 @@ class Side(NamedTuple):
 
 
 class Worker:
-    """A process that calls `make`, a function of this file, with `options`, and what that returns at each request.
+    """A process that calls `make`, a function of this file, with `options`, and what that returns at each
+    request.
 
-    What it returns does one repetition and gives the units done, or (units, {"seconds": of the part that counts}).
+    What it returns does one repetition and gives the units done, or (units, {"seconds": of the part that
+    counts}).
     """
 
     def __init__(self, make, options, tree):
         words = [sys.executable, __file__, "--side", json.dumps([make.__name__, options])]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                        cwd=ROOT)
         self.tree = TreeMemory(self.process.pid) if tree else None
         self.answers = []
         self.read()  # set up, and warmed up
@@ -105,11 +109,13 @@ def peak_gb():
     if torch and torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024) / 1e9)
 
 
 class TreeMemory:
-    """The peak memory in GB of a process with all its children, shared pages counted once (Linux), sampled."""
+    """The peak memory in GB of a process with all its children, shared pages counted once (Linux),
+    sampled."""
 
     def __init__(self, pid):
         self.peak_gb = 0.0
@@ -167,8 +173,10 @@ def row(case, unit, ours, baseline, wanted="", memory_wanted="", note="", scale=
     ratios = [a / b for a, b in zip(ours.rates, baseline.rates)]
     memory = f"{ours.memory_gb:.2f} / {baseline.memory_gb:.2f} GB ({ours.memory_gb / baseline.memory_gb:.2f})"
     memory += f", wanted {memory_wanted}" if memory_wanted else ""
-    return Row(case, f"{number(ours.rate * scale)} {unit}", f"{number(baseline.rate * scale)} ({baseline.name})",
-               f"{ours.rate / baseline.rate:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", wanted, memory, note)
+    return Row(case, f"{number(ours.rate * scale)} {unit}",
+               f"{number(baseline.rate * scale)} ({baseline.name})",
+               f"{ours.rate / baseline.rate:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+               wanted, memory, note)
 
 
 def number(value):
@@ -191,7 +199,8 @@ def build_transformers(size, device="cpu", dtype=None):
     torch.manual_seed(0)
     sizes = dict(SIZES[size])
     config = transformers.GPT2Config(vocab_size=50304, n_positions=sizes.pop("block_size"), resid_pdrop=0,
-                                     embd_pdrop=0, attn_pdrop=0, bos_token_id=50256, eos_token_id=None, **sizes)
+                                     embd_pdrop=0, attn_pdrop=0, bos_token_id=50256, eos_token_id=None,
+                                     **sizes)
     return transformers.GPT2LMHeadModel(config).to(device=device, dtype=dtype or torch.float32)
 
 
@@ -218,7 +227,8 @@ def generate_ours(dtype, prompt=64, new=256):
     model, ids = build_gpt("124M", dtype=dtype).eval(), prompt_ids(prompt)[0].tolist()
     if dtype == torch.float32:  # as chat.py does
         store_by_input(model)
-    extra = {"weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()), "dtype": str(dtype)}
+    extra = {"weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+             "dtype": str(dtype)}
     return lambda: (len(list(generate(model, ids, new, temperature=0))), extra)
 
 
@@ -285,7 +295,8 @@ def second_turn(reread):
     model = build_gpt("124M", dtype=pick_dtype(torch.device("cpu"), training=False)[0]).eval()
     model.info["kind"] = "chat"
     config = configs.load(chat.Config, "chat", ["--temperature=0"])
-    first_turn = [{"role": "user", "content": "word " * 600}, {"role": "assistant", "content": "answer " * 80}]
+    first_turn = [{"role": "user", "content": "word " * 600},
+                  {"role": "assistant", "content": "answer " * 80}]
     question, talk = "What did I say before that?", chat.Chat(model, config)
     read = render_chat(first_turn)
     list(generate(model, read, 1, cache=talk.cache))
@@ -316,7 +327,8 @@ def part_chat(args):
 
 
 def hellaswag_items(n):
-    """Made-up questions of HellaSwag's lengths: contexts of 14 to 81 tokens (median 55), endings 8 to 55 (33)."""
+    """Made-up questions of HellaSwag's lengths: contexts of 14 to 81 tokens (median 55), endings 8 to 55
+    (33)."""
     rng = random.Random(0)
     words = ["time", "people", "water", "day", "place", "work", "house", "world", "hand", "room", "side"]
 
@@ -351,8 +363,9 @@ def hellaswag_usual(n):
             rows = [context + encode(" " + ending) for ending in item["endings"]]
             width = max(map(len, rows))
             tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in rows])
-            mask = torch.tensor([[0] * len(context) + [1] * (len(ids) - len(context)) + [0] * (width - len(ids))
-                                 for ids in rows])
+            mask = torch.tensor([
+                [0] * len(context) + [1] * (len(ids) - len(context)) + [0] * (width - len(ids))
+                for ids in rows])
             logits = model(tokens)[:, :-1].float()
             losses = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
             ((losses * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1)).argmin().item()
@@ -362,10 +375,11 @@ def hellaswag_usual(n):
 
 def part_hellaswag(args):
     n = args.questions
-    ours, usual = compare(("ours", hellaswag_ours, {"n": n}), ("one question a pass", hellaswag_usual, {"n": n}),
-                          runs=args.runs)
+    ours, usual = compare(("ours", hellaswag_ours, {"n": n}),
+                          ("one question a pass", hellaswag_usual, {"n": n}), runs=args.runs)
     yield row(f"HellaSwag, 124M, fp32, {n} questions", "questions/s", ours, usual, "2.2", "1.00",
-              "the matrix products: a context is read once for its four endings, and only endings have logits")
+              "the matrix products: a context is read once for its four endings, and only endings have "
+              "logits")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -385,7 +399,8 @@ def make_parquet(folder, megabytes=120):
         size += len(texts[-1])
     folder.mkdir(parents=True)
     for i in range(4):
-        pq.write_table(pa.table({"text": texts[i::4]}), folder / f"{i:03d}_00000.parquet", row_group_size=1000)
+        pq.write_table(pa.table({"text": texts[i::4]}), folder / f"{i:03d}_00000.parquet",
+                       row_group_size=1000)
 
 
 def prepare_ours(parquet, out_dir):
@@ -420,7 +435,8 @@ def bpe():
 
 
 def prepare_pool(parquet, out_dir, shard_tokens=10**8):
-    """build-nanogpt's way: rows of `datasets`, a pool of half the cores, chunks of 16, the parent fills shards.
+    """build-nanogpt's way: rows of `datasets`, a pool of half the cores, chunks of 16, the parent fills
+    shards.
 
     Building the dataset's cache is not counted: it belongs to the download there.
     """
@@ -482,7 +498,8 @@ def prepare_parts(parquet, out_dir):
         count = prepare_fineweb.write_shard(Path(out_dir) / "all.bin", (chunk.tokens for chunk in chunks))
         prepare_fineweb.sha256_of(Path(out_dir) / "all.bin")
         times.append(time.perf_counter())
-        return count, {"parquet": times[1] - times[0], "tokenizer": times[2] - times[1], "writing": times[3] - times[2]}
+        return count, {"parquet": times[1] - times[0], "tokenizer": times[2] - times[1],
+                       "writing": times[3] - times[2]}
     return once
 
 
@@ -499,12 +516,13 @@ def part_prepare(args):
             ("ours", prepare_ours, {"parquet": parquet, "out_dir": f"{folder}/ours"}),
             ("build-nanogpt's pool", prepare_pool, {"parquet": parquet, "out_dir": f"{folder}/pool"}),
             ("tokenizer", bpe_alone, {"parquet": parquet}),
-            ("parts", prepare_parts, {"parquet": parquet, "out_dir": f"{folder}/parts"}), runs=args.runs, tree=True)
+            ("parts", prepare_parts, {"parquet": parquet, "out_dir": f"{folder}/parts"}),
+            runs=args.runs, tree=True)
     seconds = {name: parts.extra[name] for name in ("tokenizer", "parquet", "writing")}
     shares = ", ".join(f"{name} {each / sum(seconds.values()):.0%}" for name, each in seconds.items())
     yield row("prepare", "tokens/s", ours, pool, "2.4", f"{0.5 + 0.25 * os.cpu_count():.2f} GB at most",
-              f"of a thread's time: {shares}; tiktoken's `encode_ordinary` alone does {number(tokenizer.rate)} tokens/s "
-              "on all cores")
+              f"of a thread's time: {shares}; tiktoken's `encode_ordinary` alone does "
+              f"{number(tokenizer.rate)} tokens/s on all cores")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -530,7 +548,8 @@ def checkpoint_ours(folder):
 
 
 def checkpoint_plain(folder):
-    """torch.save and fsync of the same bytes, each time into new files: overwriting one is cheaper, and loses it."""
+    """torch.save and fsync of the same bytes, each time into new files: overwriting one is cheaper, and loses
+    it."""
     import torch
     state, paths = checkpoint_state(), [Path(folder, f"plain{i}.pt") for i in range(3)]
 
@@ -552,8 +571,8 @@ def part_checkpoint(args):
         size = Path(folder, "ckpt.pt").stat().st_size
     seconds, run_s = size / ours.rate, 500 * TOKENS_PER_STEP / STORY_TOKENS_PER_S
     yield row("checkpoint, 124M and AdamW", "GB/s", ours, plain, "0.5", scale=1e-9,
-              note=f"the disk: {size / 1e9:.2f} GB in {seconds:.1f} s = {seconds / run_s:.2%} of 500 steps at "
-                   f"{STORY_TOKENS_PER_S:,} tokens/s (wanted: below 1%)")
+              note=f"the disk: {size / 1e9:.2f} GB in {seconds:.1f} s = {seconds / run_s:.2%} of 500 steps "
+                   f"at {STORY_TOKENS_PER_S:,} tokens/s (wanted: below 1%)")
 
 
 def start_torch(code):
@@ -570,7 +589,8 @@ def start_train(folder):
     def once():
         out_dir = Path(folder) / "run"
         shutil.rmtree(out_dir, ignore_errors=True)
-        command = [sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data", f"--out_dir={out_dir}"]
+        command = [sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data",
+                   f"--out_dir={out_dir}"]
         start_s = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and '"loss"' not in read_text(out_dir / "log.jsonl"):
@@ -598,11 +618,14 @@ def part_startup(args):
         # the first optimizer of a process imports torch's compiler, which takes as long as torch itself
         optimizer = "import torch; torch.optim.AdamW([torch.zeros(1, requires_grad=True)])"
         for case, which, path, name, code in (
-                ("chat.py --prompt=hi, all of it", start_chat, f"{folder}/model", "import torch", "import torch"),
-                ("train.py configs/tiny, to the first step", start_train, folder, "torch and an AdamW", optimizer)):
+                ("chat.py --prompt=hi, all of it", start_chat, f"{folder}/model", "import torch",
+                 "import torch"),
+                ("train.py configs/tiny, to the first step", start_train, folder, "torch and an AdamW",
+                 optimizer)):
             ours, alone = compare(("ours", which, {"folder": path}), (name, start_torch, {"code": code}),
                                   runs=args.runs)
-            note = f"{1 / ours.rate:.2f} s, of which {name} {1 / alone.rate:.2f} s ({ours.rate / alone.rate:.0%})"
+            note = (f"{1 / ours.rate:.2f} s, of which {name} {1 / alone.rate:.2f} s "
+                    f"({ours.rate / alone.rate:.0%})")
             yield row(case, "starts/s", ours, alone, "mostly torch", note=note)._replace(memory="")
 
 
@@ -614,8 +637,8 @@ def train_config(size, batch, *words):
     import configs
     import train
     B, T = batch or BATCH[size]
-    words = [*(f"--{name}={value}" for name, value in SIZES[size].items()), f"--block_size={T}", "--dropout=0",
-             f"--micro_batch_size={B}", f"--tokens_per_step={B * T}", *words]
+    words = [*(f"--{name}={value}" for name, value in SIZES[size].items()), f"--block_size={T}",
+             "--dropout=0", f"--micro_batch_size={B}", f"--tokens_per_step={B * T}", *words]
     return configs.load(train.Config, "train", words)
 
 
@@ -690,7 +713,8 @@ def train_transformers(size, dtype, compiled=False, batch=None, device="cpu"):
 
 
 def matrix_products(size, dtype, batch=None, device="cpu"):
-    """Only the products with weight matrices that a step needs: forward, and two backward. No step can be faster."""
+    """Only the products with weight matrices that a step needs: forward, and two backward. No step can be
+    faster."""
     import torch
     batch = batch or BATCH[size]
     device, dtype, wait = pick(device, dtype)
@@ -724,8 +748,9 @@ def matmul_peak():
 
 
 def part_train(args, compiled=False):
-    for size, dtype, wanted, memory in (("small", "bfloat16", "1.8", "0.60"), ("small", "float32", "1.8", "0.60"),
-                                        ("124M", "bfloat16", "1.10", ""), ("124M", "float32", "1.25", "")):
+    for size, dtype, wanted, memory in (
+            ("small", "bfloat16", "1.8", "0.60"), ("small", "float32", "1.8", "0.60"),
+            ("124M", "bfloat16", "1.10", ""), ("124M", "float32", "1.25", "")):
         if compiled:
             wanted, memory = "1.00", "0.65"
         if compiled and dtype == "float32":
@@ -737,7 +762,8 @@ def part_train(args, compiled=False):
             ("ours", train_ours, {**step, "compiled": compiled, "words": words}),
             ("transformers", train_transformers, {**step, "compiled": compiled}),
             ("products", matrix_products, step), runs=args.runs)
-        yield row(f"train step{', compiled' * compiled}, {size}, {dtype}, {BATCH[size][0]} x {BATCH[size][1]}",
+        yield row(f"train step{', compiled' * compiled}, {size}, {dtype}, "
+                  f"{BATCH[size][0]} x {BATCH[size][1]}",
                   "tokens/s", ours, theirs, wanted, memory,
                   f"the products with weight matrices alone: {ours.rate / products.rate:.0%} of our time, "
                   f"{theirs.rate / products.rate:.0%} of theirs")
@@ -756,9 +782,9 @@ def train_on_cuda(args, batch=(16, 1024)):
     weights = sum(inputs * outputs * count for inputs, outputs, count in matrix_shapes("124M"))
     flops = 6 * weights + 12 * sizes["n_layer"] * sizes["n_embd"] * batch[1]
     yield row(f"train step, CUDA, 124M, bf16, compiled, {batch[0]} x {batch[1]}", "tokens/s", ours, theirs,
-              note=f"MFU {ours.rate * flops / peak.rate:.0%}: (6 x matrix weights + 12 n_layer n_embd T) x tokens/s "
-                   f"of the {peak.rate / 1e12:.0f} TFLOP/s that a large bf16 product reaches here; loss in chunks: "
-                   f"{number(chunks.rate)} tokens/s, {chunks.memory_gb:.1f} GB")
+              note=f"MFU {ours.rate * flops / peak.rate:.0%}: (6 x matrix weights + 12 n_layer n_embd T) x "
+                   f"tokens/s of the {peak.rate / 1e12:.0f} TFLOP/s that a large bf16 product reaches here; "
+                   f"loss in chunks: {number(chunks.rate)} tokens/s, {chunks.memory_gb:.1f} GB")
 
 
 def part_compiled(args):
@@ -775,7 +801,8 @@ def optimizer_ours(optimizer):
 
 
 def optimizer_torch(optimizer):
-    """torch.optim's own: AdamW alone, or its Muon on the hidden matrices (q, k, v as one) with AdamW for the rest."""
+    """torch.optim's own: AdamW alone, or its Muon on the hidden matrices (q, k, v as one) with AdamW for the
+    rest."""
     import torch
     model = build_gpt("124M")
     if optimizer == "adamw":
@@ -800,7 +827,8 @@ def optimizer_once(model, optimizers, torch):
 def part_optimizer(args):
     for name, share_wanted in (("adamw", ""), ("muon", " (wanted: below 3%)")):
         ours, theirs, step = compare(
-            ("ours", optimizer_ours, {"optimizer": name}), ("torch.optim", optimizer_torch, {"optimizer": name}),
+            ("ours", optimizer_ours, {"optimizer": name}),
+            ("torch.optim", optimizer_torch, {"optimizer": name}),
             ("step", train_ours, {"size": "124M", "dtype": "bfloat16", "words": ON_CPU}), runs=args.runs)
         step_s = TOKENS_PER_STEP / step.rate
         yield row(f"optimizer step, {name}, 124M", "steps/s", ours, theirs,
@@ -812,8 +840,9 @@ def part_long(args):
     """Many steps of a model so small that everything but the arithmetic shows."""
     with tempfile.TemporaryDirectory() as folder:
         prepare_tiny(f"{folder}/data")
-        words = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=64", "--micro_batch_size=8", "--device=cpu",
-                 "--tokens_per_step=512", f"--max_steps={args.steps}", *(f"--{name}_every=0" for name in LOOKS)]
+        words = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=64", "--micro_batch_size=8",
+                 "--device=cpu", "--tokens_per_step=512", f"--max_steps={args.steps}",
+                 *(f"--{name}_every=0" for name in LOOKS)]
         subprocess.run([sys.executable, "train.py", "configs/tiny", f"--data_dir={folder}/data",
                         f"--out_dir={folder}/run", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         log = [json.loads(line) for line in read_text(Path(folder, "run", "log.jsonl")).splitlines()]
@@ -831,8 +860,8 @@ def part_long(args):
 
 
 PARTS = {"prepare": part_prepare, "train": part_train, "hellaswag": part_hellaswag, "generate": part_generate,
-         "chat": part_chat, "checkpoint": part_checkpoint, "startup": part_startup, "optimizer": part_optimizer,
-         "long": part_long, "compiled": part_compiled}
+         "chat": part_chat, "checkpoint": part_checkpoint, "startup": part_startup,
+         "optimizer": part_optimizer, "long": part_long, "compiled": part_compiled}
 SLOW = {"compiled"}
 
 
@@ -846,13 +875,16 @@ def machine():
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join([f"{name}, {os.cpu_count()} cores", *cards, platform.system(), f"torch {torch.__version__}",
-                      f"Python {platform.python_version()}", time.strftime("%Y-%m-%d")])
+    return ", ".join([f"{name}, {os.cpu_count()} cores", *cards, platform.system(),
+                      f"torch {torch.__version__}", f"Python {platform.python_version()}",
+                      time.strftime("%Y-%m-%d")])
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; all but {', '.join(SLOW)}")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part",
+                        help=f"{', '.join(PARTS)}; all but {', '.join(SLOW)}")
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each side")
     parser.add_argument("--parquet", help="prepare: a folder of parquet files, read four times over")
     parser.add_argument("--disk", help="checkpoint: a folder on the disk to write to")

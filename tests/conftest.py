@@ -1,4 +1,5 @@
-"""What every test shares: the scripts on the path, two threads, no network, and nothing written outside tmp_path."""
+"""What every test shares: the scripts on the path, two threads, no network, and nothing written outside
+tmp_path."""
 
 import os
 import signal
@@ -10,7 +11,8 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a hub brings its own on 127.0.0.1
 os.environ.setdefault("MPLBACKEND", "Agg")
-# A shell that starts a suite in the background has it ignore these, and so would every process that a test interrupts.
+# A shell that starts a suite in the background has it ignore these, and so would every process that a test
+# interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -103,8 +103,8 @@ def soak_train(folder, kills, seed):
     data, server = make_data(folder / "data"), Server()  # start-up would be most of the time otherwise
 
     def start(out_dir):
-        settings = words(data, out_dir, optimizer="muon", dropout=0.1, max_steps=60, save_every=7, eval_every=10,
-                         sample_every=15, hellaswag_every=15)
+        settings = words(data, out_dir, optimizer="muon", dropout=0.1, max_steps=60, save_every=7,
+                         eval_every=10, sample_every=15, hellaswag_every=15)
         return Forked(server, settings, out_dir.with_suffix(".txt"))
 
     def result(out_dir):

@@ -230,8 +230,10 @@ def test_run_survives_a_console_that_cannot_print_and_a_reader_that_has_left():
 def test_an_output_that_takes_nothing_is_no_traceback(target):
     if target and not Path(target).exists():
         pytest.skip("no /dev/full here")
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from configs import *\ndef main(): print('hi')\nrun(main)"
-    command = [sys.executable, "-c", code] if target else ["sh", "-c", f'exec "{sys.executable}" -c "$0" >&-', code]
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from configs import *\n" \
+           "def main(): print('hi')\nrun(main)"
+    command = ([sys.executable, "-c", code] if target else
+               ["sh", "-c", f'exec "{sys.executable}" -c "$0" >&-', code])
     with open(target or os.devnull, "w", encoding="utf-8") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     assert "Traceback" not in done.stderr and done.returncode == bool(target)

@@ -12,17 +12,20 @@ import curves
 from configs import UserError
 
 ROOT = Path(__file__).parent.parent
-GPT2_SETTINGS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "data_dir": "data/fineweb_edu"}
+GPT2_SETTINGS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024,
+                 "data_dir": "data/fineweb_edu"}
 
 
 def steps(first, last, loss=5.0, per_step=1024, **more):
-    return [{"step": s, "tokens": s * per_step, "loss": loss - s / 100, "lr": 1e-3, "tok_per_s": 1024.0, **more}
+    return [{"step": s, "tokens": s * per_step, "loss": loss - s / 100, "lr": 1e-3, "tok_per_s": 1024.0,
+             **more}
             for s in range(first, last + 1)]
 
 
 def write(folder, rows, tail=""):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail, encoding="utf-8")
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail,
+                                      encoding="utf-8")
     return folder
 
 
@@ -32,15 +35,19 @@ LOGS = {
     "one step": (steps(1, 1), ""),
     "an evaluation before the first step": ([{"step": 0, "val_loss": 10.8}], ""),
     "evaluations only": ([{"step": 0, "val_loss": 10.8}, {"step": 50, "val_loss": 9.8, "note": None}], ""),
-    "NaN everywhere": ([{**row, "loss": float("nan"), "tok_per_s": float("inf")} for row in steps(1, 500)], ""),
-    "null, text and lists for numbers": ([{**row, "loss": None, "lr": "low", "tok_per_s": []} for row in steps(1, 9)], ""),
-    "steps that are no numbers": ([{"step": "7", "loss": 1.0}, {"step": float("nan"), "tokens": 5, "loss": 2.0}], ""),
+    "NaN everywhere": ([{**row, "loss": float("nan"), "tok_per_s": float("inf")}
+                        for row in steps(1, 500)], ""),
+    "null, text and lists for numbers": ([{**row, "loss": None, "lr": "low", "tok_per_s": []}
+                                          for row in steps(1, 9)], ""),
+    "steps that are no numbers": ([{"step": "7", "loss": 1.0},
+                                   {"step": float("nan"), "tokens": 5, "loss": 2.0}], ""),
     "a line cut by a power failure": (steps(1, 9), '{"step": 10, "tok'),
     "lines that are no objects": (steps(1, 9), '7\n"text"\n\x00\x00\x00\n[1]\n'),
-    "two restarts": ([{"event": "start"}, *steps(1, 9), {"event": "start"}, *steps(6, 12), {"event": "start"}], ""),
+    "two restarts": ([{"event": "start"}, *steps(1, 9), {"event": "start"},
+                      *steps(6, 12), {"event": "start"}], ""),
     "a real size": ([{"event": "start", **GPT2_SETTINGS}, *steps(1, 900, per_step=2**19, power_w=400.0),
-                     {"step": 900, "val_loss": 4.0}, {"step": 900, "hellaswag": 0.25, "hellaswag_norm": 0.26, "n": 10042}],
-                    ""),
+                     {"step": 900, "val_loss": 4.0},
+                     {"step": 900, "hellaswag": 0.25, "hellaswag_norm": 0.26, "n": 10042}], ""),
     "no HellaSwag score but its key": ([*steps(1, 9), {"step": 9, "hellaswag_norm": None, "n": 0}], ""),
 }
 
@@ -76,8 +83,10 @@ def test_lines_that_cannot_be_read_are_counted_and_cost_nothing_else(tmp_path):
 
 
 def test_a_sample_may_hold_any_character(tmp_path):
-    text = "".join(map(chr, range(0xD7FF)))  # among them U+0085 and U+2028, at which Python's splitlines() cuts
-    (tmp_path / "log.jsonl").write_text(json.dumps({"sample": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    # among them U+0085 and U+2028, at which Python's splitlines() cuts
+    text = "".join(map(chr, range(0xD7FF)))
+    (tmp_path / "log.jsonl").write_text(json.dumps({"sample": text}, ensure_ascii=False) + "\n",
+                                        encoding="utf-8")
     assert curves.read_log(tmp_path) == [{"sample": text}]
 
 
@@ -105,17 +114,20 @@ def test_an_evaluation_stands_at_the_tokens_of_its_step():
 def test_the_reference_is_the_average_of_two_public_runs():
     tokens, losses, hellaswag = curves.reference()
     assert tokens[-1] == 9_999_220_736
-    assert losses[-1] == pytest.approx((3.0663 + 3.0656) / 2) and hellaswag[-1] == pytest.approx((0.3058 + 0.3066) / 2)
+    assert (losses[-1] == pytest.approx((3.0663 + 3.0656) / 2)
+            and hellaswag[-1] == pytest.approx((0.3058 + 0.3066) / 2))
 
 
-@pytest.mark.parametrize("loss, verdict", [(3.10, "ahead"), (3.19, "on track"), (3.22, "on track"), (3.40, "behind")])
+@pytest.mark.parametrize("loss, verdict", [(3.10, "ahead"), (3.19, "on track"), (3.22, "on track"),
+                                           (3.40, "behind")])
 def test_on_track_compares_with_the_reference_at_the_same_tokens(loss, verdict):
     line = curves.on_track(5_111_808_000, loss, 0.291)
     assert line.startswith(verdict)
     assert "3.191" in line and "29.4%" in line and "29.1%" in line
 
 
-@pytest.mark.parametrize("tokens, loss", [(0, 10.9), (1e6, 9.0), (2e10, 2.9), (5e9, None), (5e9, float("nan"))])
+@pytest.mark.parametrize("tokens, loss", [(0, 10.9), (1e6, 9.0), (2e10, 2.9), (5e9, None),
+                                          (5e9, float("nan"))])
 def test_on_track_says_nothing_where_the_reference_has_nothing_to_say(tokens, loss):
     assert curves.on_track(tokens, loss, None) == ""
 
@@ -173,7 +185,8 @@ def test_smoothing_keeps_a_straight_line_and_looks_past_nan():
     assert curves.smooth(np.array([2.0, 1.0])).tolist() == [2.0, 1.0]
 
 
-@pytest.mark.parametrize("number, text", [(0, "0"), (999, "999"), (999_999, "1M"), (524_288, "524k"), (8.39e9, "8.39B")])
+@pytest.mark.parametrize("number, text", [(0, "0"), (999, "999"), (999_999, "1M"), (524_288, "524k"),
+                                          (8.39e9, "8.39B")])
 def test_numbers_are_shortened_for_reading(number, text):
     assert curves.short(number) == text
 

@@ -34,7 +34,8 @@ def imports(tree):
 
 def python(*words, **env):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.run([sys.executable, *words], capture_output=True, env=env, cwd=ROOT, timeout=300, check=False)
+    return subprocess.run([sys.executable, *words], capture_output=True, env=env, cwd=ROOT,
+                          timeout=300, check=False)
 
 
 @pytest.mark.parametrize("script", sorted(MAY_IMPORT))
@@ -99,9 +100,9 @@ def test_every_file_says_what_it_is(path):
     assert len(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))) > 30
 
 
-@pytest.mark.parametrize("script", ["configs", "model", *SCRIPTS])
-def test_a_script_keeps_to_110_columns(script):
-    lines = source(script).read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_file_keeps_to_110_columns(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
     assert not [n for n, line in enumerate(lines, 1) if len(line) > 110]
 
 

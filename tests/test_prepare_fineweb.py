@@ -174,7 +174,8 @@ def test_two_preparations_do_not_share_a_folder(tmp_path):
 
 def test_a_disk_that_cannot_lock_is_not_called_in_use(tmp_path, monkeypatch):
     import fcntl
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(fcntl, "flock",
+                        lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(UserError, match=r"cannot be locked \(No locks available\)"):
         prepare_fineweb.lock_folder(tmp_path)
 

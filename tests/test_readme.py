@@ -1,5 +1,5 @@
-"""Every command of the README: those that need neither a GPU nor the hub are run, with their steps cut to a few, in the
-order in which they stand; the others must name scripts and settings that exist."""
+"""Every command of the README: those that need neither a GPU nor the hub are run, with their steps cut to a
+few, in the order in which they stand; the others must name scripts and settings that exist."""
 
 import importlib
 import json
@@ -18,7 +18,8 @@ import configs
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FEW = {"train": ["--max_steps=2", "--eval_tokens=1024", "--sample_tokens=2", "--hellaswag_n=4", "--warmup_steps=1"],
+FEW = {"train": ["--max_steps=2", "--eval_tokens=1024", "--sample_tokens=2", "--hellaswag_n=4",
+                 "--warmup_steps=1"],
        "sft": ["--max_steps=2", "--eval_rows=8", "--sample_rows=2", "--sample_tokens=2", "--hellaswag_n=4"],
        "hellaswag": ["--n=4"], "chat": ["--max_new_tokens=4"]}
 
@@ -26,15 +27,18 @@ FEW = {"train": ["--max_steps=2", "--eval_tokens=1024", "--sample_tokens=2", "--
 def commands():
     """The README's calls of our scripts, as lists of words; of a loop, its first round."""
     blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    spans = re.findall(r"`(python [^`]+)`", re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL))
+    spans = re.findall(r"`(python [^`]+)`",
+                       re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL))
     found = []
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines() + [" ".join(span.split()) for span in spans]:
+    for line in ("\n".join(blocks).replace("\\\n", " ").splitlines()
+                 + [" ".join(span.split()) for span in spans]):
         if not re.match(r"python|torchrun|for ", line):  # what a program printed
             continue
         loop = re.match(r"for (\w+) in ([^\s;]+)", line)
         if loop:
             line = re.sub(rf"\${loop[1]}\b|\${{{loop[1]}}}", loop[2], line)
-        for call in re.findall(r"(?:python3?|torchrun [^&;#|]*?) ((?:tests/)?\w+\.py(?:[^&;#|\"]|\"[^\"]*\")*)", line):
+        for call in re.findall(r"(?:python3?|torchrun [^&;#|]*?) "
+                               r"((?:tests/)?\w+\.py(?:[^&;#|\"]|\"[^\"]*\")*)", line):
             words = shlex.split(call)
             if words not in found:
                 found.append(words)
@@ -73,7 +77,8 @@ for words in json.loads(sys.argv.pop()):
 
 def test_the_commands_that_need_no_gpu_and_no_hub_run_one_after_the_other(tmp_path):
     home = tmp_path / "GPT-2 à la maison"  # as many a home folder: with a space and an accent
-    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False).stdout.split("\n")
+    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT,
+                           check=False).stdout.split("\n")
     for name in filter(None, files):
         if not name.startswith("tests/") and (ROOT / name).is_file():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,19 +86,22 @@ def test_the_commands_that_need_no_gpu_and_no_hub_run_one_after_the_other(tmp_pa
     if not home.exists():
         pytest.skip("not a git checkout")
     rng = random.Random(0)
-    words = ["the", "house", "by", "sea", "was", "old", ",", "nobody", "lived", "there", "since", "winter", "."]
+    words = ["the", "house", "by", "sea", "was", "old", ",", "nobody", "lived", "there", "since",
+             "winter", "."]
     (home / "my_books").mkdir()
     for i in range(3):
         (home / "my_books" / f"{i}.txt").write_text(" ".join(rng.choices(words, k=60_000)), encoding="utf-8")
     (home / "my_chats").mkdir()
     rows = [{"messages": [{"role": "user", "content": " ".join(rng.choices(words, k=9))},
-                          {"role": "assistant", "content": " ".join(rng.choices(words, k=9))}]} for _ in range(300)]
+                          {"role": "assistant", "content": " ".join(rng.choices(words, k=9))}]}
+            for _ in range(300)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (home / "my_chats" / "train.jsonl").write_text(lines, encoding="utf-8")
     local = [words + FEW.get(words[0].removesuffix(".py"), []) for words in commands() if is_local(words)]
-    local = [words + ["--tokens_per_step=2048"] * (words[:2] == ["train.py", "configs/books"]) for words in local]
+    local = [words + ["--tokens_per_step=2048"] * (words[:2] == ["train.py", "configs/books"])
+             for words in local]
     assert {"prepare_fineweb.py", "train.py", "sft.py", "chat.py"} <= {words[0] for words in local}
-    done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(local)], cwd=home, capture_output=True, text=True,
-                          encoding="utf-8", input="", timeout=600, check=False,
+    done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(local)], cwd=home, capture_output=True,
+                          text=True, encoding="utf-8", input="", timeout=600, check=False,
                           env={**os.environ, "PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

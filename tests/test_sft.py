@@ -598,7 +598,8 @@ def test_a_data_dir_that_cannot_be_written_is_one_line(tmp_path):
     rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]] * 60
     chats = write_source(tmp_path / "chats", rows, rows[:3])
     (tmp_path / "file").write_text("", encoding="utf-8")
-    config = configs.load(sft.Config, "sft", [f"--source={chats}", f"--data_dir={tmp_path / 'file' / 'data'}"])
+    config = configs.load(sft.Config, "sft",
+                          [f"--source={chats}", f"--data_dir={tmp_path / 'file' / 'data'}"])
     with pytest.raises(UserError, match="data_dir = .* cannot be written"):
         sft.prepare(config)
 
@@ -611,7 +612,8 @@ def test_the_loss_is_taken_in_whole_chunks_so_that_kept_memory_does_not_fall_to_
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(50257, (3, 24), generator=generator)
         targets = torch.where(torch.rand(3, 24, generator=generator) < 0.4, tokens, -1)
-        assert sft.loss_of(model, tokens, targets).item() == pytest.approx(model(tokens, targets).item(), rel=1e-5)
+        assert sft.loss_of(model, tokens, targets).item() == pytest.approx(
+            model(tokens, targets).item(), rel=1e-5)
     assert sizes and not any(size % 16 for size in sizes)
 
 
@@ -619,7 +621,8 @@ def test_a_source_without_enough_conversations_is_told_why(tmp_path):
     for rows in ([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]],
                  [[{"role": "human", "content": "Hi"}]] * 60):
         chats = write_source(tmp_path / f"chats{len(rows)}", rows)
-        config = configs.load(sft.Config, "sft", [f"--source={chats}", f"--data_dir={tmp_path / f'd{len(rows)}'}"])
+        config = configs.load(sft.Config, "sft",
+                              [f"--source={chats}", f"--data_dir={tmp_path / f'd{len(rows)}'}"])
         with pytest.raises(UserError, match=r"no usable conversation for the train split \(unusable: .*\)"):
             sft.prepare(config)
 

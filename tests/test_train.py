@@ -1,7 +1,7 @@
 """train.py: what a run may meet, and that its result stays the same.
 
-Most runs happen in this process, on one layer of 32 with rows of 16 tokens. Where a process must die, a server that has
-imported everything forks one: `python tests/test_train.py` is that server.
+Most runs happen in this process, on one layer of 32 with rows of 16 tokens. Where a process must die, a
+server that has imported everything forks one: `python tests/test_train.py` is that server.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def cheap_picture(out_dirs, path):
     Path(path).write_bytes(b"picture")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Runs in this process
 
 
@@ -77,7 +77,8 @@ def data(tmp_path_factory):
 def make_data(folder):
     """Two training shards and one of validation, of random words; 76 rows and a half."""
     rng = np.random.default_rng(0)
-    for name, n in (("x_val_000000", 8 * T + 1), ("x_train_000001", 45 * T + 9), ("x_train_000002", 31 * T + 1)):
+    for name, n in (("x_val_000000", 8 * T + 1), ("x_train_000001", 45 * T + 9),
+                    ("x_train_000002", 31 * T + 1)):
         prepare_fineweb.write_shard(folder / f"{name}.bin", (rng.random(n) ** 4 * 3000).astype(np.uint16))
     (folder / "meta.json").write_text('{"source": "made up"}', encoding="utf-8")
     return folder
@@ -107,7 +108,8 @@ def words(data, out, **settings):
     overlay = Path(data) / "small.toml"
     if not overlay.exists():
         overlay.write_text(SMALL, encoding="utf-8")
-    return [str(overlay), f"--data_dir={data}", f"--out_dir={out}", *(f"--{name}={value}" for name, value in settings.items())]
+    return [str(overlay), f"--data_dir={data}", f"--out_dir={out}",
+            *(f"--{name}={value}" for name, value in settings.items())]
 
 
 def settings(data, out, **changes):
@@ -134,7 +136,8 @@ def state(out, name="ckpt.pt"):
 
 def history(out):
     """What a run's log must say however often it was restarted: all but times and restarts."""
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in curves.read_log(out) if "event" not in row]
+    return [{k: v for k, v in row.items() if k not in TIMES}
+            for row in curves.read_log(out) if "event" not in row]
 
 
 def warnings_of(out):
@@ -154,7 +157,8 @@ def equal(a, b):
 
 def same_run(out_a, out_b):
     a, b = state(out_a), state(out_b)
-    return all(equal(a[key], b[key]) for key in ("step", "model", "optimizers", "scaler")) and history(out_a) == history(out_b)
+    return (all(equal(a[key], b[key]) for key in ("step", "model", "optimizers", "scaler"))
+            and history(out_a) == history(out_b))
 
 
 @pytest.fixture(scope="session")
@@ -169,7 +173,7 @@ def unbroken(data, tmp_path_factory):
     return folder
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Runs in a process that dies
 
 
@@ -177,9 +181,10 @@ class Server:
     """Forks processes that have imported everything; none of them has computed anything before."""
 
     def __init__(self):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        env=environment)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1",
+                       "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, text=True, env=environment)
 
     def ask(self, **question):
         self.process.stdin.write(json.dumps(question) + "\n")
@@ -270,10 +275,12 @@ def die_at(moment, count=""):
             return result
         setattr(owner, name, wrapped)
 
-    for owner, name in ((os, "replace"), (train, "append_log"), (torch.Tensor, "backward"), (train.GPT, "zero_grad")):
+    for owner, name in ((os, "replace"), (train, "append_log"), (torch.Tensor, "backward"),
+                        (train.GPT, "zero_grad")):
         ticking(owner, name, after=True)
-    for owner, name in ((os, "fsync"), (train, "validation_loss"), (train, "generate"), (torch.optim.AdamW, "step"),
-                        (train, "orthogonalize"), (train, "score_hellaswag"), (train.Checkpoints, "resume")):
+    for owner, name in ((os, "fsync"), (train, "validation_loss"), (train, "generate"),
+                        (torch.optim.AdamW, "step"), (train, "orthogonalize"), (train, "score_hellaswag"),
+                        (train.Checkpoints, "resume")):
         ticking(owner, name)
     save = torch.save
 
@@ -292,14 +299,17 @@ def die_at(moment, count=""):
 
 
 @pytest.mark.parametrize(("optimizer", "dropout", "kills"), [("adamw", 0.0, 2), ("muon", 0.2, 3)])
-def test_a_run_killed_at_any_moment_repeats_the_unbroken_one_bit_for_bit(data, tmp_path, server, optimizer, dropout, kills):
+def test_a_run_killed_at_any_moment_repeats_the_unbroken_one_bit_for_bit(data, tmp_path, server, optimizer,
+                                                                         dropout, kills):
     changes = {"optimizer": optimizer, "dropout": dropout, "max_steps": 10}
     whole, killed, count = tmp_path / "whole", tmp_path / "killed", tmp_path / "count"
-    assert server.run(words(data, whole, **changes), tmp_path / "log", "die_at", moment=-1, count=str(count)) == 0
+    assert server.run(words(data, whole, **changes), tmp_path / "log", "die_at",
+                      moment=-1, count=str(count)) == 0
     moments, rng = int(count.read_text(encoding="utf-8")), random.Random(dropout)
     for _ in range(kills):
         moment = rng.randrange(1, moments // 2)
-        assert server.run(words(data, killed, **changes), tmp_path / "log", "die_at", moment=moment) == -signal.SIGKILL
+        assert server.run(words(data, killed, **changes), tmp_path / "log", "die_at",
+                          moment=moment) == -signal.SIGKILL
     assert server.run(words(data, killed, **changes), tmp_path / "log") == 0
     assert same_run(whole, killed)
     assert sum(row.get("event") == "start" for row in curves.read_log(killed)) > 1
@@ -321,7 +331,7 @@ def test_a_kill_in_the_last_look_does_not_cost_the_last_evaluation(data, out, un
     assert gpt.load_model(out / "model").info["step"] == 6
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The step is what it says
 
 
@@ -357,7 +367,8 @@ def test_gradient_accumulation_logs_the_mean_over_the_whole_step(data, tmp_path)
 
 def test_an_untrained_model_loses_ln_v(unbroken):
     assert abs(history(unbroken)[0]["loss"] - math.log(gpt.VOCAB_SIZE)) < 0.2
-    assert abs(next(row["loss"] for row in history(unbroken) if "loss" in row) - math.log(gpt.VOCAB_SIZE)) < 0.2
+    assert abs(next(row["loss"] for row in history(unbroken) if "loss" in row)
+               - math.log(gpt.VOCAB_SIZE)) < 0.2
 
 
 def test_each_target_is_seen_once_per_epoch(tmp_path):
@@ -379,12 +390,14 @@ def test_each_target_is_seen_once_per_epoch(tmp_path):
 
 def test_the_rows_of_a_step_do_not_depend_on_how_many_share_them():
     alone = train.rows_of_step(5, 76, 4, seed=3)
-    assert np.array_equal(alone, np.concatenate([train.rows_of_step(5, 76, 4, seed=3)[rank * 2:rank * 2 + 2] for rank in (0, 1)]))
+    assert np.array_equal(alone, np.concatenate([
+        train.rows_of_step(5, 76, 4, seed=3)[rank * 2:rank * 2 + 2] for rank in (0, 1)]))
     assert not np.array_equal(alone, train.rows_of_step(5, 76, 4, seed=4))
 
 
 def test_a_shard_of_another_tokenizer_is_refused_by_name(tmp_path):
-    prepare_fineweb.write_shard(tmp_path / "x_train_000001.bin", np.full(2 * T, gpt.VOCAB_SIZE, dtype=np.uint16))
+    prepare_fineweb.write_shard(tmp_path / "x_train_000001.bin",
+                                np.full(2 * T, gpt.VOCAB_SIZE, dtype=np.uint16))
     with pytest.raises(UserError, match="x_train_000001"):
         train.Rows(tmp_path, "train", T).read([0])
 
@@ -392,9 +405,10 @@ def test_a_shard_of_another_tokenizer_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(("changes", "text"), [
     ({"tokens_per_step": 100}, "nearest is tokens_per_step = 96"),
     ({"tokens_per_step": 8}, "nearest is tokens_per_step = 32"),
-    ({"micro_batch_size": 0}, "micro_batch_size = 0"), ({"max_steps": 0}, "max_steps = 0"), ({"seed": -1}, "seed = -1"),
-    ({"dropout": 1.5}, "dropout = 1.5"), ({"decay_fraction": 2}, "decay_fraction"), ({"n_layer": 0}, "n_layer"),
-    ({"n_head": 3}, "n_head"), ({"device": "tpu"}, "device"), ({"dtype": "fp16"}, "fp16"), ({"attention": "cudnn"}, "attention"),
+    ({"micro_batch_size": 0}, "micro_batch_size = 0"), ({"max_steps": 0}, "max_steps = 0"),
+    ({"seed": -1}, "seed = -1"), ({"dropout": 1.5}, "dropout = 1.5"),
+    ({"decay_fraction": 2}, "decay_fraction"), ({"n_layer": 0}, "n_layer"), ({"n_head": 3}, "n_head"),
+    ({"device": "tpu"}, "device"), ({"dtype": "fp16"}, "fp16"), ({"attention": "cudnn"}, "attention"),
     ({"init_from": "nothing/here"}, "nothing/here"), ({"data_dir": "nothing/here"}, "prepare_fineweb.py"),
     ({"source": "nothing/here", "data_dir": "nothing/there"}, "nothing/here")])
 def test_a_setting_that_cannot_be_gets_one_clear_line(data, out, changes, text):
@@ -413,7 +427,7 @@ def test_the_real_size_is_not_trained_on_a_cpu_by_accident(data, out, monkeypatc
     assert run(data, out, device="cpu", max_steps=1) == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Schedule and optimizers
 
 
@@ -423,8 +437,8 @@ def test_the_real_size_is_not_trained_on_a_cpu_by_accident(data, out, monkeypatc
 def test_the_learning_rate_rises_never_from_zero_and_ends_at_its_floor(data, schedule, decay_fraction, floor):
     for max_steps in (1, 10):
         for warmup in (0, 1, 10, 15):
-            config = settings(data, "x", schedule=schedule, decay_fraction=decay_fraction, min_lr_fraction=floor,
-                              max_steps=max_steps, warmup_steps=warmup)
+            config = settings(data, "x", schedule=schedule, decay_fraction=decay_fraction,
+                              min_lr_fraction=floor, max_steps=max_steps, warmup_steps=warmup)
             rates = [train.lr_factor(step, config) for step in range(max_steps + 20)]
             assert all(0 <= rate <= 1 and math.isfinite(rate) for rate in rates)
             assert rates[0] > 0
@@ -437,7 +451,8 @@ def test_the_learning_rate_rises_never_from_zero_and_ends_at_its_floor(data, sch
 
 def test_linear_decay_covers_the_last_part_of_the_run(data):
     config = settings(data, "x", max_steps=100, warmup_steps=10, decay_fraction=0.4)
-    assert [train.lr_factor(step, config) for step in (0, 9, 10, 60, 80, 99)] == pytest.approx([0.1, 1, 1, 1, 0.5, 0.025])
+    assert [train.lr_factor(step, config) for step in (0, 9, 10, 60, 80, 99)] == pytest.approx(
+        [0.1, 1, 1, 1, 0.5, 0.025])
     cosine = settings(data, "x", max_steps=110, warmup_steps=10, schedule="cosine", min_lr_fraction=0.1)
     assert [train.lr_factor(step, cosine) for step in (10, 60, 110)] == pytest.approx([1, 0.55, 0.1])
 
@@ -454,7 +469,8 @@ def seen_at_each_step(monkeypatch, what):
 
 
 def test_each_step_is_taken_at_the_rate_that_the_schedule_gives_it(data, out, monkeypatch):
-    config, rates = settings(data, out), seen_at_each_step(monkeypatch, lambda optimizer: optimizer.param_groups[0]["lr"])
+    config, rates = settings(data, out), seen_at_each_step(
+        monkeypatch, lambda optimizer: optimizer.param_groups[0]["lr"])
     assert run(data, out) == 0
     assert rates == pytest.approx([config.lr * train.lr_factor(i, config) for i in range(config.max_steps)])
     assert rates == [row["lr"] for row in history(out) if "lr" in row]
@@ -484,9 +500,12 @@ def test_decay_touches_only_what_it_should(data, optimizer):
         p.grad = torch.zeros_like(p)
     for each in optimizers:
         each.step()
-    decayed = {name for name, p in model.named_parameters() if not torch.allclose(p, before[name] + 1, atol=1e-7)}
-    hidden = {f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
-    assert decayed == hidden | ({"transformer.wte.weight", "transformer.wpe.weight"} if optimizer == "adamw" else set())
+    decayed = {name for name, p in model.named_parameters()
+               if not torch.allclose(p, before[name] + 1, atol=1e-7)}
+    hidden = {f"transformer.h.0.{name}.weight"
+              for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert decayed == hidden | ({"transformer.wte.weight", "transformer.wpe.weight"}
+                                if optimizer == "adamw" else set())
     owned = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     assert len(owned) == len({id(p) for p in owned}) == len(before)
 
@@ -497,7 +516,8 @@ def test_muons_step_is_torchs_on_a_single_matrix(shape):
     weight = torch.randn(shape)
     ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
     muon = train.Muon([ours], lr=0.02, weight_decay=0.1, n_embd=1)
-    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95,
+                              adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()
@@ -511,7 +531,8 @@ def test_query_key_and_value_are_three_matrices_to_muon():
     torch.manual_seed(0)
     fused = torch.nn.Parameter(torch.randn(96, 32))
     parts = [torch.nn.Parameter(part.clone()) for part in fused.detach().split(32)]
-    together, apart = (train.Muon(params, lr=0.02, weight_decay=0.1, n_embd=32) for params in ([fused], parts))
+    together, apart = (train.Muon(params, lr=0.02, weight_decay=0.1, n_embd=32)
+                       for params in ([fused], parts))
     fused.grad = torch.randn(96, 32) * torch.tensor([1.0, 10, 100]).repeat_interleave(32)[:, None]
     for part, grad in zip(parts, fused.grad.split(32)):
         part.grad = grad.clone()
@@ -527,7 +548,7 @@ def test_an_orthogonal_update_steps_equally_far_in_all_directions():
     assert values.min() > 0.5 and values.max() < 1.4
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Nothing optional stops a run, or changes it
 
 
@@ -552,13 +573,16 @@ FAULTS = [
     ("HellaSwag's data are gone", train.hellaswag, "load_items", raises(UserError("HTTP 404"))),
     ("HellaSwag's host is silent", train.hellaswag, "load_items", raises(TimeoutError("timed out"))),
     ("HellaSwag returns nothing", train.hellaswag, "evaluate", returns(None)),
-    ("HellaSwag returns nonsense", train.hellaswag, "evaluate", returns({"acc": "x", "acc_norm": "y", "n": object()})),
-    ("HellaSwag's score is text", train.hellaswag, "evaluate", returns({"acc": "x", "acc_norm": "y", "n": 3})),
+    ("HellaSwag returns nonsense", train.hellaswag, "evaluate",
+     returns({"acc": "x", "acc_norm": "y", "n": object()})),
+    ("HellaSwag's score is text", train.hellaswag, "evaluate",
+     returns({"acc": "x", "acc_norm": "y", "n": 3})),
     ("HellaSwag leaves", train.hellaswag, "evaluate", raises(SystemExit(3))),
     ("HellaSwag disturbs", train.hellaswag, "evaluate", disturbs),
     ("samples disturb", train, "generate", disturbs),
     ("samples are nonsense", train, "generate", returns(["x", None])),
-    ("validation runs out of memory", train, "validation_loss", raises(torch.OutOfMemoryError("CUDA out of memory"))),
+    ("validation runs out of memory", train, "validation_loss",
+     raises(torch.OutOfMemoryError("CUDA out of memory"))),
     ("validation is no number", train, "validation_loss", returns(math.nan)),
     ("the picture fails", curves, "draw", raises(ImportError("no matplotlib"))),
     ("on-track is nonsense", curves, "comparable", returns(True)),
@@ -566,7 +590,8 @@ FAULTS = [
     ("the log cannot be written", train, "append_log", raises(OSError(28, "No space left on device"))),
     ("the log cannot be read", curves, "read_log", raises(UserError("cannot read"))),
     ("the summary fails", curves, "summary", raises(ZeroDivisionError())),
-    ("the model folder cannot be written", train, "save_model", raises(OSError(28, "No space left on device"))),
+    ("the model folder cannot be written", train, "save_model",
+     raises(OSError(28, "No space left on device"))),
     ("the memory cannot be read", train, "memory_gb", raises(OSError("no such thing"))),
     ("the watch fails", train.Watch, "remarks", raises(ZeroDivisionError())),
     ("git is missing", subprocess, "run", raises(FileNotFoundError("git"))),
@@ -574,9 +599,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "fault"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(("owner", "name", "fault"), [fault[1:] for fault in FAULTS],
+                         ids=[fault[0] for fault in FAULTS])
 def test_nothing_optional_stops_a_run_or_changes_it(data, out, monkeypatch, capsys, owner, name, fault):
-    changes = {"dropout": 0.2, "max_steps": 4, "eval_every": 2, "sample_every": 2, "hellaswag_every": 2, "save_every": 0}
+    changes = {"dropout": 0.2, "max_steps": 4, "eval_every": 2, "sample_every": 2,
+               "hellaswag_every": 2, "save_every": 0}
     with monkeypatch.context() as broken:
         broken.setattr(owner, name, fault)
         assert run(data, out, **changes) == 0
@@ -584,7 +611,8 @@ def test_nothing_optional_stops_a_run_or_changes_it(data, out, monkeypatch, caps
     if not (reference / "ckpt.pt").exists():
         assert run(data, reference, **changes) == 0
     assert equal(state(out)["model"], state(reference)["model"])
-    told = [line.split(" failed, ")[0] for line in said.splitlines() if " failed, training goes on without" in line]
+    told = [line.split(" failed, ")[0] for line in said.splitlines()
+            if " failed, training goes on without" in line]
     assert len(told) == len(set(told))
 
 
@@ -615,7 +643,7 @@ def test_the_power_meter_claims_nothing_without_readings(monkeypatch):
     assert meter.watts is None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Sick runs
 
 
@@ -640,8 +668,10 @@ def test_a_step_without_a_finite_loss_changes_nothing(data, tmp_path, monkeypatc
     assert run(data, tmp_path / "three", max_steps=3, decay_fraction=0) == 0
     two, three = state(tmp_path / "two"), state(tmp_path / "three")
     assert equal(two["model"], three["model"])
-    assert equal([each["state"] for each in two["optimizers"]], [each["state"] for each in three["optimizers"]])
-    assert next(row for row in history(tmp_path / "three") if row["step"] == 3 and "loss" in row)["loss"] is None
+    assert equal([each["state"] for each in two["optimizers"]],
+                 [each["state"] for each in three["optimizers"]])
+    assert next(row for row in history(tmp_path / "three")
+                if row["step"] == 3 and "loss" in row)["loss"] is None
     assert "step skipped" in warnings_of(tmp_path / "three")[0]
 
 
@@ -656,14 +686,16 @@ def test_a_run_that_stays_sick_stops_with_a_good_checkpoint(data, out, monkeypat
 
 def test_weights_that_are_not_finite_are_never_saved(data, out, monkeypatch):
     assert run(data, out, max_steps=2) == 0
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: self.param_groups[0]["params"][0].data.fill_(math.nan))
+    monkeypatch.setattr(torch.optim.AdamW, "step",
+                        lambda self: self.param_groups[0]["params"][0].data.fill_(math.nan))
     assert "not finite" in run(data, out, max_steps=4)
     assert state(out)["step"] == 2
 
 
 def test_a_jump_of_the_loss_is_told(data, out):
     watch = train.Watch(out, torch.device("cpu"))
-    assert not [text for loss in [*np.linspace(11, 4, 60), *[4.0] * 30] for text in watch.remarks(float(loss), 1000)]
+    assert not [text for loss in [*np.linspace(11, 4, 60), *[4.0] * 30]
+                for text in watch.remarks(float(loss), 1000)]
     assert "jumped" in watch.remarks(5.1, 1000)[0]
     assert watch.remarks(math.nan, 1000) == []
     assert watch.remarks(3.0, 1000) == []
@@ -686,7 +718,8 @@ def test_memory_that_is_nearly_full_is_told(out, monkeypatch):
 
 def test_out_of_memory_in_a_step_says_what_to_type(data, out, monkeypatch):
     assert run(data, out, max_steps=2) == 0
-    monkeypatch.setattr(gpt.GPT, "forward", raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")))
+    monkeypatch.setattr(gpt.GPT, "forward",
+                        raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")))
     assert "--micro_batch_size=1" in run(data, out)
     assert "--loss_chunk_rows=512" in run(data, out, micro_batch_size=1, loss_chunk_rows=0)
     assert "block_size" in run(data, out, micro_batch_size=1)
@@ -696,7 +729,7 @@ def test_out_of_memory_in_a_step_says_what_to_type(data, out, monkeypatch):
         run(data, out)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Saving
 
 
@@ -728,7 +761,8 @@ def test_a_disk_that_stays_full_leaves_the_old_checkpoint_and_says_so_at_the_end
     log = tmp_path / "said"
     assert server.run(words(data, out, max_steps=2, decay_fraction=0), log) == 0
     old = (out / "ckpt.pt").read_bytes()
-    assert server.run(words(data, out, max_steps=4, decay_fraction=0), log, "small_disk", size=10_000_000) == 1
+    assert server.run(words(data, out, max_steps=4, decay_fraction=0), log, "small_disk",
+                      size=10_000_000) == 1
     assert "step 4 is not saved" in log.read_text(encoding="utf-8")
     assert "Traceback" not in log.read_text(encoding="utf-8")
     assert (out / "ckpt.pt").read_bytes() == old
@@ -749,8 +783,9 @@ def test_data_without_a_validation_split_trains_without_evaluations(data, out, t
     assert run(tmp_path / "data", out, eval_every=0, max_steps=2) == 0
 
 
-@pytest.mark.parametrize("setting", ["save_every=-1", "eval_tokens=-5", "hellaswag_n=-1", "loss_chunk_rows=-1",
-                                     "sample_temperature=-0.1", "hours=-1", "min_lr_fraction=1.5", "log_every=0"])
+@pytest.mark.parametrize("setting", ["save_every=-1", "eval_tokens=-5", "hellaswag_n=-1",
+                                     "loss_chunk_rows=-1", "sample_temperature=-0.1", "hours=-1",
+                                     "min_lr_fraction=1.5", "log_every=0"])
 def test_a_number_that_means_nothing_is_refused_by_name(data, out, setting):
     name, value = setting.split("=")
     assert run(data, out, **{name: value}).startswith(f"{name} = {value}")
@@ -775,7 +810,8 @@ def test_everything_in_a_checkpoint_loads_without_trusting_it(unbroken):
     assert not any("_orig_mod" in name or "module." in name for name in state(unbroken)["model"])
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[:len(whole) // 2], lambda whole: b"", lambda whole: b"x" * 1000])
+@pytest.mark.parametrize("damage", [lambda whole: whole[:len(whole) // 2], lambda whole: b"",
+                                    lambda whole: b"x" * 1000])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(data, tmp_path, unbroken, capsys, damage):
     out = copy_run(unbroken, tmp_path / "copy")
     (out / "ckpt.pt").write_bytes(damage((out / "ckpt.pt").read_bytes()))
@@ -815,11 +851,12 @@ def test_a_checkpoint_from_a_gpu_resumes_on_a_cpu(data, tmp_path, unbroken, monk
 
 def test_an_old_checkpoint_without_the_newer_entries_still_resumes(data, tmp_path, unbroken):
     out = copy_run(unbroken, tmp_path / "copy")
-    torch.save({key: value for key, value in state(out).items() if key not in ("scaler", "trained_s")}, out / "ckpt.pt")
+    torch.save({key: value for key, value in state(out).items() if key not in ("scaler", "trained_s")},
+               out / "ckpt.pt")
     assert run(data, out, max_steps=9) == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Going on
 
 
@@ -843,13 +880,14 @@ def test_changed_settings_are_listed_and_applied_if_they_can_be(data, tmp_path, 
     out = copy_run(unbroken, tmp_path / "copy")
     assert run(data, out, max_steps=9, micro_batch_size=4, lr=0.123, weight_decay=0.5, log_every=3) == 0
     said = capsys.readouterr().out
-    assert all(text in said for text in ("micro_batch_size: 2 -> 4", "lr: 0.003 -> 0.123", "max_steps: 6 -> 9"))
+    assert all(text in said
+               for text in ("micro_batch_size: 2 -> 4", "lr: 0.003 -> 0.123", "max_steps: 6 -> 9"))
     group = state(out)["optimizers"][0]["param_groups"][0]
     assert (group["peak_lr"], group["weight_decay"]) == (0.123, 0.5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("n_embd", 64), ("n_head", 4), ("tokens_per_step", 2 * T), ("seed", 3),
-                                             ("optimizer", "muon"), ("block_size", 8)])
+@pytest.mark.parametrize(("name", "value"), [("n_embd", 64), ("n_head", 4), ("tokens_per_step", 2 * T),
+                                             ("seed", 3), ("optimizer", "muon"), ("block_size", 8)])
 def test_what_a_checkpoint_cannot_change_is_refused(data, tmp_path, unbroken, name, value):
     out = copy_run(unbroken, tmp_path / "copy")
     error = run(data, out, max_steps=9, **{name: value})
@@ -883,10 +921,11 @@ def test_a_model_folder_is_trained_on_with_dropout(data, tmp_path, unbroken, cap
     assert "n_layer = 1" in error and "n_embd = 32" in error
     assert run(data, tmp_path / "out", init_from=unbroken / "model", dropout=0.1, max_steps=2) == 0
     first = history(tmp_path / "out")[0]["val_loss"]
-    assert first == pytest.approx([row["val_loss"] for row in history(unbroken) if "val_loss" in row][-1], rel=1e-5)
+    assert first == pytest.approx(
+        [row["val_loss"] for row in history(unbroken) if "val_loss" in row][-1], rel=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Signals
 
 
@@ -905,16 +944,18 @@ def sends(number, function):
 PHASES = [
     ("start-up", train, "start_model", "SIGINT"), ("data", train, "open_data", "SIGTERM"),
     ("resume", train, "load_checkpoint", "SIGHUP"), ("step", train, "rows_of_step", "SIGINT"),
-    ("step, in a hurry", train, "rows_of_step", "SIGHUP"), ("clip", torch.nn.utils, "clip_grad_norm_", "SIGTERM"),
-    ("report", train, "memory_gb", "SIGINT"), ("validation", train, "validation_loss", "SIGTERM"),
-    ("HellaSwag", train.hellaswag, "evaluate", "SIGINT"), ("samples", train, "write_samples", "SIGHUP"),
-    ("save", torch, "save", "SIGTERM"), ("rename", os, "replace", "SIGINT"), ("model folder", train, "save_model", "SIGTERM"),
+    ("step, in a hurry", train, "rows_of_step", "SIGHUP"),
+    ("clip", torch.nn.utils, "clip_grad_norm_", "SIGTERM"), ("report", train, "memory_gb", "SIGINT"),
+    ("validation", train, "validation_loss", "SIGTERM"), ("HellaSwag", train.hellaswag, "evaluate", "SIGINT"),
+    ("samples", train, "write_samples", "SIGHUP"), ("save", torch, "save", "SIGTERM"),
+    ("rename", os, "replace", "SIGINT"), ("model folder", train, "save_model", "SIGTERM"),
     ("picture", curves, "draw", "SIGINT"), ("the end", train, "last_words", "SIGTERM")]
 
 
-@pytest.mark.parametrize(("owner", "name", "number"), [phase[1:] for phase in PHASES], ids=[phase[0] for phase in PHASES])
-def test_a_signal_in_any_phase_saves_and_the_same_command_goes_on(data, out, unbroken, monkeypatch, capsys, owner, name,
-                                                                   number):
+@pytest.mark.parametrize(("owner", "name", "number"), [phase[1:] for phase in PHASES],
+                         ids=[phase[0] for phase in PHASES])
+def test_a_signal_in_any_phase_saves_and_the_same_command_goes_on(data, out, unbroken, monkeypatch, capsys,
+                                                                  owner, name, number):
     number = getattr(signal, number)
     with monkeypatch.context() as during:
         during.setattr(owner, name, sends(number, getattr(owner, name)))
@@ -937,7 +978,8 @@ def interrupt_twice(at):
     train.rows_of_step = twice
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGHUP, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)])
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGHUP, signal.SIGHUP),
+                                     (signal.SIGHUP, signal.SIGTERM)])
 def test_a_closing_terminal_may_send_its_signals_twice(monkeypatch, numbers):
     """bash does, and a shutdown adds its own; none may leave before the save."""
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("left at once"))
@@ -966,7 +1008,8 @@ def test_a_console_that_windows_closes_is_answered_by_a_save(data, out, unbroken
     stop.watch_console()
     assert handlers[0](0) == 0  # Ctrl-C comes as a signal
     assert not stop.signal
-    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)  # Windows waits in there while the main thread saves
+    # Windows waits in there while the main thread saves
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
     thread = threading.Thread(target=handlers[0], args=(2,))
     thread.start()
     thread.join()
@@ -986,12 +1029,13 @@ def test_windows_is_kept_awake_and_others_are_told_how(monkeypatch):
     assert calls == [0x80000001]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Several processes
 
 
 def as_rank(rank, world, port, kill_at=0):
-    """Hook: one process of several, as torchrun would start it; kill_at is a step in which it gets a SIGTERM."""
+    """Hook: one process of several, as torchrun would start it; kill_at is a step in which it gets a
+    SIGTERM."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     if kill_at:
@@ -1013,8 +1057,9 @@ def run_ranks(server, data, out, log, world=2, kill=None, **changes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pids = [server.start(words(data, out, **changes), f"{log}{rank}", "as_rank", rank=rank, world=world, port=port,
-                         kill_at=kill[1] if kill and kill[0] == rank else 0) for rank in range(world)]
+    pids = [server.start(words(data, out, **changes), f"{log}{rank}", "as_rank", rank=rank, world=world,
+                         port=port, kill_at=kill[1] if kill and kill[0] == rank else 0)
+            for rank in range(world)]
     return [server.wait(pid) for pid in pids]
 
 
@@ -1029,8 +1074,10 @@ def test_two_processes_train_as_one(data, tmp_path, server):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_process_stops_both_and_one_alone_goes_on(data, out, tmp_path, server, unbroken, rank):
-    assert run_ranks(server, data, out, tmp_path / "log", kill=(rank, 3)) in ([143, 0], [143, 143], [143, 143])
+def test_a_signal_to_one_process_stops_both_and_one_alone_goes_on(data, out, tmp_path, server,
+                                                                  unbroken, rank):
+    assert run_ranks(server, data, out, tmp_path / "log", kill=(rank, 3)) in (
+        [143, 0], [143, 143], [143, 143])
     assert state(out)["step"] == 4
     assert run(data, out) == 0
     assert [row["loss"] for row in history(out) if "loss" in row] == pytest.approx(
@@ -1048,7 +1095,7 @@ def test_one_process_alone_never_initialises_torch_distributed(unbroken):
     assert not torch.distributed.is_initialized()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Compiler, precision, attention
 
 
@@ -1076,11 +1123,13 @@ def test_a_whole_run_compiles_at_most_three_graphs(data, out, monkeypatch, unbro
 
 def test_without_a_compiler_auto_trains_eagerly_and_true_is_one_line(data, out, monkeypatch):
     def no_compiler(graph, inputs):
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nand much more")
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\n"
+                           "and much more")
     monkeypatch.setattr(gpt.GPT, "compile", lambda model: torch.nn.Module.compile(model, backend=no_compiler))
     config, model = make_model(data, compile="auto")
     tokens = torch.zeros(2, T, dtype=torch.long)
-    said = train.start_compile(model, config, types.SimpleNamespace(type="cuda"), lambda: model(tokens, tokens).backward())
+    said = train.start_compile(model, config, types.SimpleNamespace(type="cuda"),
+                               lambda: model(tokens, tokens).backward())
     assert said.startswith("off") and "C compiler" in said and "\n" not in said
     model(tokens, tokens).backward()
     error = run(data, out, compile="true")
@@ -1089,12 +1138,14 @@ def test_without_a_compiler_auto_trains_eagerly_and_true_is_one_line(data, out, 
 
 
 @pytest.mark.parametrize(("device", "bf16", "name", "dtype"), [
-    ("cuda", True, "auto", torch.bfloat16), ("cuda", False, "auto", torch.float16), ("cuda", True, "fp16", torch.float16),
-    ("cuda", True, "fp32", torch.float32), ("cpu", True, "auto", torch.float32), ("cpu", False, "bf16", torch.bfloat16),
+    ("cuda", True, "auto", torch.bfloat16), ("cuda", False, "auto", torch.float16),
+    ("cuda", True, "fp16", torch.float16), ("cuda", True, "fp32", torch.float32),
+    ("cpu", True, "auto", torch.float32), ("cpu", False, "bf16", torch.bfloat16),
     ("mps", False, "auto", torch.float32)])
 def test_the_precision_is_what_the_hardware_really_has(monkeypatch, device, bf16, name, dtype):
     # an old card emulates bf16, and says that it is supported unless it is asked not to count that
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or bf16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation=True: including_emulation or bf16)
     assert gpt.pick_dtype(torch.device(device), training=True, name=name)[0] == dtype
 
 
@@ -1142,7 +1193,8 @@ def fp16(device, training, name):
 
 def test_fp16_gradients_are_unscaled_before_they_are_clipped(data, out, unbroken, monkeypatch):
     clip = torch.nn.utils.clip_grad_norm_
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: FakeScaler.calls.append("clip") or clip(*args))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_",
+                        lambda *args: FakeScaler.calls.append("clip") or clip(*args))
     monkeypatch.setattr(torch.amp, "GradScaler", FakeScaler)
     monkeypatch.setattr(train, "pick_dtype", fp16)
     monkeypatch.setattr(train, "autocast", lambda device, dtype: contextlib.nullcontext())
@@ -1150,7 +1202,8 @@ def test_fp16_gradients_are_unscaled_before_they_are_clipped(data, out, unbroken
     assert run(data, out, max_steps=1) == 0
     assert FakeScaler.calls == ["scale", "scale", "unscale", "clip", "step", "update"]
     assert state(out)["scaler"] == {"scale": 1024.0}
-    norms = [next(row["grad_norm"] for row in history(folder) if "grad_norm" in row) for folder in (out, unbroken)]
+    norms = [next(row["grad_norm"] for row in history(folder) if "grad_norm" in row)
+             for folder in (out, unbroken)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -1166,7 +1219,7 @@ def test_cudnn_attention_comes_before_the_slow_ones(data, monkeypatch):
     assert train.attention_used(torch.device("mps"), torch.float32, config, config) == "math"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Before and after a run
 
 
@@ -1196,8 +1249,8 @@ def test_plan_counts_the_logits_that_a_run_would_hold(data, out, capsys):
 def test_the_start_says_what_runs_on_what(data, out, capsys):
     assert run(data, out, max_steps=1) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    for name, text in (("model", "1.6M weights"), ("data", "76 rows"), ("device", "float32"), ("disk", "free"),
-                       ("awake", "train.py"), ("steps", "0 of 1, 64 tokens each")):
+    for name, text in (("model", "1.6M weights"), ("data", "76 rows"), ("device", "float32"),
+                       ("disk", "free"), ("awake", "train.py"), ("steps", "0 of 1, 64 tokens each")):
         assert text in lines[name]
     start = curves.read_log(out)[0]
     assert start["settings"]["lr"] == 3e-3
@@ -1225,7 +1278,8 @@ def test_too_little_space_is_told_at_the_start(data, out, monkeypatch):
 
 def test_importing_train_brings_nothing_that_is_not_needed(server):
     modules = set(server.ask(do="modules"))
-    assert not modules & {"matplotlib", "datasets", "transformers", "pyarrow", "huggingface_hub", "torch._inductor"}
+    assert not modules & {"matplotlib", "datasets", "transformers", "pyarrow",
+                          "huggingface_hub", "torch._inductor"}
 
 
 def test_the_tiny_world_is_made_when_it_is_missing(tmp_path, monkeypatch):

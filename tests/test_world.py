@@ -114,7 +114,8 @@ def test_the_documents_are_an_epoch_or_two_of_a_short_run():
 
 def test_the_items_have_hellaswags_columns_and_give_nothing_away_by_place_or_length():
     items = world.hellaswag_items()
-    columns = {"ind", "activity_label", "ctx_a", "ctx_b", "ctx", "endings", "source_id", "split", "split_type", "label"}
+    columns = {"ind", "activity_label", "ctx_a", "ctx_b", "ctx", "endings", "source_id",
+               "split", "split_type", "label"}
     assert len(items) >= 200 and all(set(item) == columns for item in items)
     assert all(len(set(item["endings"])) == 4 for item in items)
     assert all(item["ctx"] == f"{item['ctx_a']} {item['ctx_b']}".strip() for item in items)

@@ -2,7 +2,8 @@
 
     python train.py configs/tiny && python sft.py configs/tiny && python tests/tiny_exam.py
 
-Prints the marks for each kind of question and exits with 1 if they are below what the project promises. About a minute.
+Prints the marks for each kind of question and exits with 1 if they are below what the project promises. About
+a minute.
 """
 
 import sys
@@ -20,7 +21,8 @@ PROMISED = {"facts": 0.90, "follow-ups": 0.80, "sums": 0.50, "ended": 0.99}
 
 
 def examine(talk, conversation):
-    """(right, ended) of one held-out conversation: its user turns are put one by one, the last answer is marked."""
+    """(right, ended) of one held-out conversation: its user turns are put one by one, the last answer is
+    marked."""
     talk.messages = []
     turns = [message["content"] for message in conversation["messages"]]
     for question in turns[0::2]:
