@@ -362,10 +362,9 @@ def main():
     acc_stderr = standard_error(acc, score["n"])
     print(f"{name:{width}}  {acc:.2%} +- {acc_stderr:5.2%}  {acc_norm:.2%} +- {score['stderr']:5.2%}")
     acc, acc_norm = GPT2[config.style]
-    if config.source == "tiny":
-        print("made-up questions about the tiny world: no score on HellaSwag itself compares")
-    else:
-        print(f"{'GPT-2 124M':{width}}  {acc:.2%}            {acc_norm:.2%}            of all 10,042, published")
+    print("made-up questions about the tiny world: no score on HellaSwag itself compares"
+          if config.source == "tiny" else
+          f"{'GPT-2 124M':{width}}  {acc:.2%}            {acc_norm:.2%}            of all 10,042, published")
     if config.save:
         path = Path(config.save)
         try:

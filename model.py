@@ -595,8 +595,8 @@ def generate(model, ids, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, re
 def store_by_input(model):
     """Turns the larger matrices around in memory, for generating in fp32 on a CPU; the values stay.
 
-    Product of a row and a matrix: the weights of one input side by side are read nearly twice as fast as those
-    of one output. Not for training, whose products have many rows, nor for bf16, which takes ten times as long.
+    Where a single row meets a matrix, the weights of one input side by side are read up to twice as fast as
+    those of one output. Not for training, whose products have many rows, nor for bf16: ten times slower.
     """
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and weight.size(0) >= weight.size(1) and "wpe" not in name:

@@ -167,8 +167,8 @@ def open_data(config, rank=0, world=1):
                 f"--source={config.source}", f"--out_dir={config.data_dir}"]))
         elif meta["source"] != config.source:
             raise UserError(f"data_dir = {config.data_dir} was made from {meta['source']!r}, not from "
-                            f"source = {config.source!r}: --source= (empty) trains on it as it is, and another "
-                            "--data_dir is prepared anew")
+                            f"source = {config.source!r}: --source= (empty) trains on it as it is, and "
+                            "another --data_dir is prepared anew")
     if world > 1:
         torch.distributed.barrier()  # the others wait for the data
     val_rows = Rows(config.data_dir, "val", config.block_size) if config.eval_every else None
