@@ -13,7 +13,6 @@ A log may be young, cut in the middle of a line, full of NaN, or written by seve
 import csv
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -146,7 +145,7 @@ def comparable(log):
     """Whether the reference means anything for this run: GPT-2 124M on FineWeb-Edu."""
     said = settings(log)
     sizes = [said.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size")]
-    data = str(said.get("data_dir")).replace("-", "_").lower()
+    data = str(said.get("data_source") or said.get("data_dir")).replace("-", "_").lower()
     return sizes == [12, 12, 768, 1024] and "fineweb_edu" in data
 
 
@@ -196,7 +195,7 @@ def time_and_energy(log):
     return hours, kwh, 1000 * kwh / hours
 
 
-def duration(hours):
+def short_hours(hours):
     unit = next((unit for unit in ((1, "h"), (1 / 60, "min")) if hours >= unit[0]), (1 / 3600, "s"))
     return f"{hours / unit[0]:.1f} {unit[1]}"
 
@@ -210,8 +209,9 @@ def summary(log):
     tokens, losses = series(log, "loss")
     hours, kwh, watts = time_and_energy(log)
     last_step = max((row["step"] for row in log if is_number(row.get("step"))), default=0)
-    lines = ["run        " + ", ".join((count(last_step, "step"), f"{short(max(tokens, default=0))} tokens",
-                                        f"{duration(hours)} of steps", count(len(restarts(log)), "restart")))]
+    parts = (count(last_step, "step"), f"{short(max(tokens, default=0))} tokens",
+             f"{short_hours(hours)} of steps", count(len(restarts(log)), "restart"))
+    lines = [f"run        {', '.join(parts)}"]
     rates, memory = finite(log, "tok_per_s")[1], finite(log, "mem_gb")[1]
     if len(rates):
         most = f", {memory.max():.2f} GB at most" if len(memory) else ""
@@ -283,7 +283,7 @@ def compare(logs, names):
         (f"tokens to reach {goal:.4f}", lambda t: f"{short(t)} ({t / (reach[0] or 1):.2f}x)", reach),
         ("HellaSwag at the end", "{:.2%}".format, [last(log, hellaswag_key(log)) for log in logs]),
         ("tokens/s (median)", short, [np.median(rate) if len(rate) else math.nan for rate in rates]),
-        ("time in training steps", duration, hours),
+        ("time in training steps", short_hours, hours),
         ("kWh", "{:.3g}".format, kwh)]
     rows = [[title, *(form(value) if math.isfinite(value) else "-" for value in values)]
             for title, form, values in table if np.isfinite(values).any()]
@@ -315,12 +315,11 @@ def smooth(values):
 def draw(out_dirs, path):
     """Draw one run, or several together, to the PNG `path`: losses, HellaSwag, learning rate and tokens/s.
 
-    out_dirs is a folder or a list of them. The file appears by a rename; no display is needed.
+    The file appears by a rename; no display is needed.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    out_dirs = [out_dirs] if isinstance(out_dirs, (str, os.PathLike)) else list(out_dirs)
     logs, names = [read_log(out_dir) for out_dir in out_dirs], labels(out_dirs)
     style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY,
              "axes.grid": True, "grid.color": "#eceef1", "axes.titlelocation": "left", "axes.titlesize": 11,

@@ -718,7 +718,7 @@ def pick_dtype(device, training, name="auto"):
         # without the argument an old card says yes and emulates it, slowly
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.bfloat16, "the card computes in bf16"
-        return torch.float16, "the card has no bf16; gradients are scaled"
+        return torch.float16, "the card has no bf16" + "; gradients are scaled" * training
     if device.type == "cpu" and not training and cpu_has_bf16():
         return torch.bfloat16, "half the memory to read for each token"
     return torch.float32, "exact" if training else "the safe choice here"

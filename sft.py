@@ -44,14 +44,26 @@ from model import (
     ROLE_IDS,
     VOCAB_SIZE,
     decode,
+    find_model,
     generate,
     load_model,
     pick_dtype,
+    read_model,
     render_chat,
     summed_loss,
     supervised,
 )
-from prepare_fineweb import disk_errors, lock_folder, map_in_order, read_meta, read_shard, shards, write_shard
+from prepare_fineweb import (
+    disk_errors,
+    local_files,
+    lock_folder,
+    map_in_order,
+    read_meta,
+    read_shard,
+    shards,
+    split_of,
+    write_shard,
+)
 
 
 @dataclasses.dataclass
@@ -148,12 +160,9 @@ def open_source(source):
     if source == "tiny":
         tables = [("val", "world.py", *open_world("test")), ("train", "world.py", *open_world("train"))]
     elif Path(source).exists():
-        top, files = Path(source), local_files(source)
-        if not files:
-            raise UserError(f"source = {source} holds no .parquet or .jsonl file with conversations")
         is_test = re.compile(r"(?<![a-z])test", re.IGNORECASE)
-        tables = [("val" if is_test.search(str(path.relative_to(top.parent))) else "train", path.name,
-                   *(open_parquet if path.suffix == ".parquet" else open_jsonl)(path)) for path in files]
+        tables = [("val" if is_test.search(name) else "train", path.name, *OPENERS[path.suffix.lower()](path))
+                  for name, path in local_files(Path(source), OPENERS).items()]
     else:
         tables = open_hub(source)
     if {split for split, *_ in tables} == {"train", "val"}:
@@ -161,13 +170,6 @@ def open_source(source):
     return [part for _, origin, n, fetch in tables for part in (
         ("val", origin, range(0, n, TEST_EVERY), fetch),
         ("train", origin, [i for i in range(n) if i % TEST_EVERY], fetch))]
-
-
-def local_files(source):
-    """The .parquet and .jsonl files of a source on this disk, sorted; none of a name on the hub."""
-    top = Path(source)
-    return sorted(path for path in (top.rglob("*") if top.is_dir() else [top])
-                  if path.suffix in (".parquet", ".jsonl") and path.is_file())
 
 
 def open_world(split):
@@ -233,15 +235,20 @@ def open_jsonl(path):
     return len(lines), fetch
 
 
+OPENERS = {".parquet": open_parquet, ".jsonl": open_jsonl}
+
+
 def prepare(config):
     """Tokenises the conversations of config.source into shards in config.data_dir, unless that has been done.
 
     They stay in the source's order, so the same source gives the same bytes whatever the workers, and a
     preparation that was stopped goes on with the next shard. What cannot be used is counted by reason.
     """
-    data_dir = Path(config.data_dir)
+    data_dir, source = Path(config.data_dir), Path(config.source)
+    is_local = config.source != "tiny" and source.exists()
+    files = local_files(source, OPENERS).values() if is_local else []
     meta = {"kind": "conversations", "source": config.source, "tokenizer": "gpt2", "complete": False,
-            "files": {str(path): path.stat().st_size for path in local_files(config.source)}, "shards": {}}
+            "files": {str(path): path.stat().st_size for path in files}, "shards": {}}
     if (data_dir / "meta.json").exists():
         there = read_meta(data_dir)
         if any(there.get(key) != meta[key] for key in ("kind", "source")):
@@ -275,7 +282,7 @@ def write_shards(config, data_dir, meta):
     parts = meta["shards"].values()
     unusable = sum((Counter(part["unusable"]) for part in parts), Counter())
     for split in ("train", "val"):
-        if not any(part["used"] for name, part in meta["shards"].items() if f"_{split}_" in name):
+        if not any(part["used"] for name, part in meta["shards"].items() if split_of(name) == split):
             reasons = ", ".join(f"{n} {reason}" for reason, n in unusable.items())
             raise UserError(f"source = {config.source} has no usable conversation for the {split} split "
                             f"(unusable: {reasons or 'none'}). Without a test split of its own, every "
@@ -447,15 +454,20 @@ def check_settings(config):
             f"{config.block_size:,} = {unit:,}); the nearest is tokens_per_step = {nearest}")
 
 
-def fingerprint(config, split):
-    """A text that changes with the conversations: the order of training depends on them."""
-    meta = (Path(config.data_dir) / "meta.json").read_bytes()
-    return hashlib.sha256(meta + split.start.tobytes() + split.length.tobytes()).hexdigest()
+def fingerprint(parts):
+    """A text that changes with any of these arrays."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part))
+    return digest.hexdigest()
 
 
 def show(config, n=5):
     """Prints some conversations of the training split, with what is learned of them in colour."""
-    split = load_split(config.data_dir, "train", config.block_size or 1024)
+    block_size = config.block_size or 1024
+    if not config.block_size and Path(config.init_from).exists():  # what training would take
+        block_size = read_model(find_model(config.init_from))[0].block_size
+    split = load_split(config.data_dir, "train", block_size)
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     before, after = ("\033[32m", "\033[0m") if in_colour else ("[[", "]]")
     for row in np.unique(np.linspace(0, len(split.start) - 1, n).astype(int)):
@@ -651,8 +663,11 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
     master, fence = rank == 0, train.Fence(config.out_dir, model, stop)
     optimizers = train.make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    digest = fingerprint(config, data)
-    checkpoints = train.Checkpoints(config, model, optimizers, scaler, digest, fence, "chat", FIXED)
+    meta = np.fromfile(Path(config.data_dir) / "meta.json", dtype=np.uint8)
+    # the order of the rows depends on the data, and all that is learned on the weights that it began with
+    origins = {"data_dir": fingerprint([meta, data.start, data.length]),
+               "init_from": fingerprint(p.detach().cpu().numpy() for p in model.parameters())}
+    checkpoints = train.Checkpoints(config, model, optimizers, scaler, origins, fence, "chat", FIXED)
     step, trained_s = checkpoints.resume()
     if world > 1:
         train.agree_on_step(step, device, world)

@@ -41,6 +41,7 @@ import hellaswag
 import prepare_fineweb
 from configs import UserError, load, put_in_place, replacing, run, save, write_text
 from model import (
+    END_OF_TEXT,
     GPT,
     VOCAB_SIZE,
     GPTConfig,
@@ -161,6 +162,9 @@ def open_data(config, rank=0, world=1):
     if config.source and rank == 0:
         has_meta = (Path(config.data_dir) / "meta.json").exists()
         meta = prepare_fineweb.read_meta(config.data_dir) if has_meta else {}
+        if meta.get("kind") == "conversations":
+            raise UserError(f"data_dir = {config.data_dir} holds the conversations of sft.py, which train.py "
+                            "does not prepare; choose another --data_dir")
         if not meta.get("complete") or not all(
                 prepare_fineweb.is_whole(config.data_dir, shard) for shard in meta.get("shards", [])):
             prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
@@ -346,7 +350,8 @@ def append_log(out_dir, row):
 
 
 def cut_log(out_dir, step):
-    """Takes out of log.jsonl what a run resumed at `step` does again: later steps and this one's look."""
+    """Takes out of log.jsonl what a run resumed at `step` does again: later steps, and this one's look, which
+    an extended run does only if it is due: its log is that of a run that was planned so long."""
     path, kept = Path(out_dir) / "log.jsonl", []
     for row in curves.read_log(path) if path.exists() else []:  # without the line that a crash cut short
         at = row["step"] if isinstance(row.get("step"), int) else math.inf  # a foreign line goes
@@ -371,7 +376,7 @@ def load_checkpoint(out_dir):
     for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            if {"step", "settings", "data", "model", "optimizers"} <= set(state):
+            if {"step", "settings", "origins", "model", "optimizers"} <= set(state):
                 return state
             problem = "it is no checkpoint of a run"
         except (MemoryError, PermissionError) as error:  # no fault of the file's
@@ -391,14 +396,14 @@ def load_checkpoint(out_dir):
 class Checkpoints:
     """Saves a run when it is due, and takes it up where it stood.
 
-    fingerprint  of the rows: a checkpoint belongs to them
-    kind         of model, for its folder
-    fixed        the settings that may not change on resume
+    origins  {setting: fingerprint of what it names}: a checkpoint belongs to them
+    kind     of model, for its folder
+    fixed    the settings that may not change on resume
     """
 
-    def __init__(self, config, model, optimizers, scaler, fingerprint, fence, kind="base", fixed=FIXED):
+    def __init__(self, config, model, optimizers, scaler, origins, fence, kind="base", fixed=FIXED):
         self.config, self.model, self.optimizers, self.scaler = config, model, optimizers, scaler
-        self.fingerprint, self.fence, self.kind, self.fixed = fingerprint, fence, kind, fixed
+        self.origins, self.fence, self.kind, self.fixed = origins, fence, kind, fixed
         self.saved_step = 0
         self.next_step = self.after(0)
 
@@ -408,7 +413,7 @@ class Checkpoints:
     def resume(self):
         """(step, seconds of training so far) after putting the newest checkpoint, if any, into the run.
 
-        Lists the settings that changed since. Raises UserError if one in `fixed` did, or if the data did.
+        Lists the settings that changed since. Raises UserError if one in `fixed` did, or one of `origins`.
         """
         state, config = load_checkpoint(self.config.out_dir), self.config
         if state is None:
@@ -421,10 +426,11 @@ class Checkpoints:
             raise UserError(f"{config.out_dir} holds a run with other settings, which a checkpoint cannot "
                             f"change: {refused}. Go on with the old values, or start over in another "
                             "--out_dir=")
-        if state["data"] != self.fingerprint:
-            raise UserError(f"{config.data_dir} is not the data that {config.out_dir} was trained on (its "
-                            "shards or meta.json changed), and the order of the rows depends on it; put it "
-                            "back, or choose another --out_dir=")
+        for name, fingerprint in self.origins.items():
+            if state["origins"].get(name) != fingerprint:
+                raise UserError(f"{name} = {getattr(config, name)} is not what {config.out_dir} began with: "
+                                "its files have changed, and the checkpoint depends on them; put them back, "
+                                "or choose another --out_dir=")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             groups = optimizer.state_dict()["param_groups"]  # rates and decay come from the settings
@@ -464,7 +470,7 @@ class Checkpoints:
                             "with a lower --lr")
         try:
             save_checkpoint(self.config.out_dir, {
-                "step": step, "settings": dataclasses.asdict(self.config), "data": self.fingerprint,
+                "step": step, "settings": dataclasses.asdict(self.config), "origins": self.origins,
                 "model": self.model.state_dict(), "scaler": self.scaler.state_dict(), "trained_s": trained_s,
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]})
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
@@ -805,8 +811,8 @@ def write_samples(model, config, step):
     """Continues each prompt, adds them to the log, and rewrites samples.md from it, prompt by prompt."""
     model.eval()
     for prompt in config.prompts:
-        ids = generate(model, encode(prompt), config.sample_tokens, temperature=config.sample_temperature,
-                       top_k=50, seed=config.seed)
+        ids = generate(model, [END_OF_TEXT, *encode(prompt)], config.sample_tokens, top_k=50,
+                       temperature=config.sample_temperature, seed=config.seed)
         append_log(config.out_dir, {"step": step, "prompt": prompt, "sample": decode(ids)})
     text, log = "# What the model writes, as it learns\n", curves.read_log(config.out_dir)
     for prompt in config.prompts:
@@ -951,11 +957,12 @@ def make_plan(model, config, rows, device, dtype):
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         pass_s()
     weights = {p.data_ptr() for p in model.parameters()}
+    fixed = {shape for p in model.parameters() for shape in (p.shape, p.T.shape if p.ndim == 2 else p.shape)}
     gb = {"weights": 4 * n_weights, "gradients": 4 * n_weights, "optimizer": 0, "activations": 0, "logits": 0}
     for pointer, tensor in kept.items():
         if pointer not in weights:
             part = "logits" if tensor.dim() and tensor.size(-1) == VOCAB_SIZE else "activations"
-            gb[part] += tensor.untyped_storage().nbytes() * at_once // micro
+            gb[part] += tensor.untyped_storage().nbytes() * (1 if tensor.shape in fixed else at_once // micro)
     kept.clear()
     compiled = start_compile(model, config, device, pass_s)
     micro_s = min(pass_s() for _ in range(2))
@@ -980,7 +987,8 @@ def make_plan(model, config, rows, device, dtype):
     if config.hours:
         fits = int(config.hours * 3600 / step_s)
         say(f"hours     --max_steps={fits} fits --hours={config.hours:g} "
-            f"({fits * config.tokens_per_step:,} tokens)")
+            f"({fits * config.tokens_per_step:,} tokens)" if fits else
+            f"hours     --hours={config.hours:g} is less than a step takes")
 
 
 def describe_start(config, model, step, rows, device, dtype, why, attention, compiled, world):
@@ -1003,14 +1011,16 @@ def describe_start(config, model, step, rows, device, dtype, why, attention, com
     say(f"steps     {step:,} of {config.max_steps:,}, {config.tokens_per_step:,} tokens each, {total:,} in "
         f"all; {config.optimizer}, {config.schedule} schedule")
     say_if_too_short(config)
-    commit = ""
+    commit = source = ""
+    with contextlib.suppress(UserError):  # llm.c's shards have no meta.json
+        source = prepare_fineweb.read_meta(config.data_dir).get("source", "")
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
                                 capture_output=True, timeout=5, check=True).stdout.strip()
-    return {"event": "start", "step": step, "settings": dataclasses.asdict(config), "commit": commit,
-            "torch": torch.__version__, "python": sys.version.split()[0], "device": f"{device.type} ({name})",
-            "dtype": precision, "attention": attention, "compile": compiled, "weights": n_weights,
-            "world": world}
+    return {"event": "start", "step": step, "settings": dataclasses.asdict(config),
+            "data_source": source, "commit": commit, "torch": torch.__version__,
+            "python": sys.version.split()[0], "device": f"{device.type} ({name})", "dtype": precision,
+            "attention": attention, "compile": compiled, "weights": n_weights, "world": world}
 
 
 def say_if_too_short(config):
@@ -1046,7 +1056,8 @@ def train(config, model, rows, val_rows, device, dtype, why, rank, world, stop):
     share, micro = check_batch(config, world)
     master, fence, optimizers = rank == 0, Fence(config.out_dir, model, stop), make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # else fp16 gradients become 0
-    checkpoints = Checkpoints(config, model, optimizers, scaler, rows.fingerprint(), fence)
+    origins = {"data_dir": rows.fingerprint()}
+    checkpoints = Checkpoints(config, model, optimizers, scaler, origins, fence)
     step, trained_s = checkpoints.resume()
     if world > 1:
         agree_on_step(step, device, world)

@@ -121,7 +121,7 @@ def run(main):
     except OSError as error:
         # `| head` has seen enough; Windows calls that an invalid argument, as it does a bad file name
         closed_pipe = isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL and os.name == "nt"
-        if not closed_pipe or error.filename is not None:
+        if not closed_pipe or error.filename is not None or getattr(error, "winerror", None):
             print(f"error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it still holds can go nowhere
         sys.exit(1)

@@ -136,6 +136,9 @@ def test_only_gpt2_on_fineweb_edu_is_held_against_the_reference():
     assert curves.comparable([{"event": "start", **GPT2_SETTINGS}])
     assert curves.comparable([{"event": "start", "settings": GPT2_SETTINGS}])
     assert not curves.comparable([{"event": "start", **GPT2_SETTINGS, "data_dir": "data/books"}])
+    elsewhere = {"data_dir": "D:/shards", "data_source": "HuggingFaceFW/fineweb-edu"}
+    assert curves.comparable([{"event": "start", "settings": GPT2_SETTINGS, **elsewhere}])
+    assert not curves.comparable([{"event": "start", "settings": GPT2_SETTINGS, "data_source": "my_books"}])
     assert not curves.comparable([{"event": "start", **GPT2_SETTINGS, "n_layer": 24}])
     assert not curves.comparable(steps(1, 3))
 

@@ -303,6 +303,21 @@ def test_a_source_that_gives_no_text_is_answered_in_one_line(tmp_path, make, say
     assert "\n" not in str(error.value)
 
 
+def test_a_source_whose_name_says_train_has_its_validation_all_the_same(tmp_path):
+    parquet(texts(200), tmp_path / "wiki-train_val.parquet")
+    prepare(tmp_path, source=tmp_path / "wiki-train_val.parquet", max_tokens=2000, val_tokens=100)
+    assert list(contents(tmp_path / "out")) == [
+        "wiki_train_val_train_000001.bin", "wiki_train_val_val_000000.bin"]
+    assert len(tokens(tmp_path / "out", "train")) == 2000 and 0 < len(tokens(tmp_path / "out", "val")) <= 100
+
+
+def test_the_share_that_has_been_read_grows_to_one_in_any_script(tmp_path):
+    for name, text in (("a.txt", "日本語の文\n\n" * 40_000), ("a.jsonl", '{"text": "日本語の文"}\n' * 20_000)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        shares = [share for _, share in prepare_fineweb.read_documents(tmp_path / name, 0)]
+        assert shares == sorted(shares) and shares[0] < 0.3 and shares[-1] == 1
+
+
 def test_a_source_with_nothing_to_train_on_does_not_claim_the_folder(tmp_path):
     parquet([None, ""], tmp_path / "in.parquet")
     with pytest.raises(UserError, match="nothing is left to train on"):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +180,18 @@ def test_parquet_and_jsonl_give_the_same_tokens(tmp_path):
     for split in ("train", "val"):
         tokens = [sft.load_split(config.data_dir, split, 64).tokens for config in (one, other)]
         assert (tokens[0] == tokens[1]).all()
+
+
+def test_only_a_files_own_path_in_the_source_says_that_it_is_the_test_split(tmp_path):
+    rng = random.Random(5)
+    folder = write_source(tmp_path / "my_test_data", [conversation(rng) for _ in range(30)],
+                          [conversation(rng) for _ in range(4)])
+    (folder / "train.jsonl").rename(folder / "TRAIN.JSONL")
+    (folder / "._train.jsonl").write_bytes(b"what macOS leaves beside a file")
+    sft.prepare(settings(tmp_path, source=str(folder)))
+    used = {split: [part["used"] for name, part in read_meta(tmp_path / "data")["shards"].items()
+                    if f"_{split}_" in name] for split in ("train", "val")}
+    assert used == {"train": [30], "val": [4]}
 
 
 def test_a_source_that_cannot_be_read_is_named(tmp_path):
@@ -469,6 +482,19 @@ def test_a_run_stopped_by_a_signal_and_one_killed_both_end_like_the_unbroken_one
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 6
 
 
+def test_a_run_does_not_go_on_over_another_base_model(tmp_path, base, chats, sft_run, monkeypatch):
+    shutil.copytree(base, tmp_path / "base")
+    options = words(tmp_path / "base", chats, tmp_path / "out", "--save_every=2")
+    assert sft_run(*options) == 0
+    model = load_model(str(base))
+    with torch.no_grad():
+        model.transformer["wpe"].weight[0] += 1e-3
+    save_model(model, tmp_path / "base", kind="base", step=9)
+    monkeypatch.setattr(sys, "argv", ["sft.py", *options, "--max_steps=8"])
+    with pytest.raises(UserError, match="init_from = .* is not what"):
+        sft.main()
+
+
 def test_nothing_that_only_looks_can_change_or_stop_the_run(tmp_path, base, chats, sft_run, monkeypatch):
     assert sft_run(*words(base, chats, tmp_path / "plain")) == 0
     every = ["--eval_every=2", "--sample_every=2", "--hellaswag_every=2", "--hellaswag_source=tiny",
@@ -581,6 +607,16 @@ def test_show_marks_exactly_what_is_learned(tmp_path, base, monkeypatch, capsys)
     sft.main()
     out = capsys.readouterr().out
     assert "<|user|>Hi<|end|><|assistant|>[[Hello<|end|>]]" in out and "2 of 7 tokens" in out
+
+
+def test_show_cuts_where_training_cuts(tmp_path, base, monkeypatch, capsys):
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " yes" * 200}]]
+    options = words(base, write_source(tmp_path / "chats", rows, rows), tmp_path / "out", "--show")
+    monkeypatch.setattr(sys, "argv", ["sft.py", *options])
+    sft.main()
+    split = sft.load_split(load(sft.Config, "sft", options).data_dir, "train", 64)
+    assert f"{split.supervised.sum()} of {split.length.sum()} tokens" in capsys.readouterr().out
+    assert split.length.sum() < 70
 
 
 def test_a_source_that_has_changed_is_not_taken_for_the_old_one(tmp_path):

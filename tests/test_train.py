@@ -908,7 +908,7 @@ def test_data_that_changed_since_the_checkpoint_are_refused(data, tmp_path, unbr
         (other / "meta.json").write_text('{"source": "another"}', encoding="utf-8")
     else:
         prepare_fineweb.write_shard(other / "x_train_000003.bin", np.zeros(2 * T, dtype=np.uint16))
-    assert "is not the data" in run(other, out, max_steps=9)
+    assert "is not what" in run(other, out, max_steps=9)
 
 
 def test_a_saved_config_repeats_the_run(data, tmp_path, unbroken):
@@ -1299,6 +1299,10 @@ def test_the_tiny_world_is_made_when_it_is_missing(tmp_path, monkeypatch):
     assert [(each.source, each.out_dir) for each in made] == [("tiny", str(tmp_path))]
     with pytest.raises(UserError, match="was made from 'tiny', not from source = 'my_texts'"):
         train.open_data(dataclasses.replace(config, source="my_texts"))
+    meta = {"kind": "conversations", "source": "tiny", "shards": {"a_train_000001.bin": {}}}
+    (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(UserError, match="holds the conversations of sft.py"):
+        train.open_data(config)
 
 
 if __name__ == "__main__":
