@@ -128,18 +128,13 @@ class Chat:
         tokens = generate(self.model, ids, stop=(END, END_OF_TEXT), cache=self.cache, **options)
         pieces, text = text_of(self.measured(tokens, ids)), ""
         if self.is_base:
-            pieces = self.before_next_question(pieces)
+            pieces = until(pieces, "\nQuestion:")  # it would go on to ask itself
         with contextlib.suppress(GeneratorExit):
             for piece in pieces:
                 piece = piece if text else piece.lstrip()
                 text += piece
                 yield piece
         self.messages = [*messages, {"role": "assistant", "content": text}]
-
-    def before_next_question(self, pieces):
-        """A base model would go on to ask itself; that it begins to is its way to end an answer."""
-        if (yield from until(pieces, "\nQuestion:")):
-            self.stats["ended"] = True
 
     def measured(self, tokens, ids):
         """Passes on the ids of an answer and keeps `stats` of them."""
@@ -209,21 +204,17 @@ def text_of(ids):
 
 
 def until(pieces, stop):
-    """Yields `pieces` up to the text `stop`, and returns whether it came.
-
-    What may turn out to be its beginning is held back.
-    """
+    """Yields `pieces` up to the text `stop`; what may turn out to be its beginning is held back."""
     held = ""
     for piece in pieces:
         text, found, _ = (held + piece).partition(stop)
         if found:
             yield text
-            return True
+            return
         n_held = next(n for n in range(len(stop), -1, -1) if text.endswith(stop[:n]))
         text, held = text[:len(text) - n_held], text[len(text) - n_held:]
         yield text
     yield held
-    return False
 
 
 def complete(model, text, config, nth=0):

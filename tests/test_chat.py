@@ -128,13 +128,6 @@ def test_a_base_model_stops_where_it_begins_to_ask_itself():
         assert shown == text.partition("\nQuestion:")[0]
 
 
-def test_a_base_model_that_begins_to_ask_itself_has_ended_its_answer(monkeypatch):
-    for written, ended in ((" Paris.\nQuestion: And", True), (" Paris. And", False)):
-        monkeypatch.setattr(chat, "generate", lambda *_, written=written, **options: iter(encode(written)))
-        talk = chat.Chat(random_model("base"), settings())
-        assert say(talk, "What?") == written.partition("\nQ")[0].strip() and talk.stats["ended"] is ended
-
-
 def test_an_answer_cannot_move_the_cursor_or_ring(capsys):
     chat.show(piece for piece in ["a\x1b[2J", "\rb\x07\x9b1m", "\n\tc"])
     assert capsys.readouterr().out == "a[2Jb1m\n\tc\n"
