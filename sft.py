@@ -454,12 +454,17 @@ def check_settings(config):
             f"{config.block_size:,} = {unit:,}); the nearest is tokens_per_step = {nearest}")
 
 
-def fingerprint(parts):
-    """A text that changes with any of these arrays."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(np.ascontiguousarray(part))
-    return digest.hexdigest()
+def origins(config, model, data):
+    """{setting: fingerprint} of what a run depends on: the data, which gives the rows their order, and the
+    weights that it began with."""
+    meta = np.fromfile(Path(config.data_dir) / "meta.json", dtype=np.uint8)
+    arrays_of = {"data_dir": [meta, data.start, data.length],
+                 "init_from": [p.detach().cpu().numpy() for p in model.parameters()]}
+    digests = {name: hashlib.sha256() for name in arrays_of}
+    for name, arrays in arrays_of.items():
+        for array in arrays:
+            digests[name].update(np.ascontiguousarray(array))
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def show(config, n=5):
@@ -663,11 +668,8 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
     master, fence = rank == 0, train.Fence(config.out_dir, model, stop)
     optimizers = train.make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    meta = np.fromfile(Path(config.data_dir) / "meta.json", dtype=np.uint8)
-    # the order of the rows depends on the data, and all that is learned on the weights that it began with
-    origins = {"data_dir": fingerprint([meta, data.start, data.length]),
-               "init_from": fingerprint(p.detach().cpu().numpy() for p in model.parameters())}
-    checkpoints = train.Checkpoints(config, model, optimizers, scaler, origins, fence, "chat", FIXED)
+    checkpoints = train.Checkpoints(config, model, optimizers, scaler, origins(config, model, data), fence,
+                                    "chat", FIXED)
     step, trained_s = checkpoints.resume()
     if world > 1:
         train.agree_on_step(step, device, world)
