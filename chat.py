@@ -312,9 +312,9 @@ def obey(chat, line):
         case "system":
             chat.set_system(argument.strip())
             tell("The system turn is set." if argument.strip() else "There is no system turn now.")
-        case "set" if argument:
-            change(chat.config, argument)
         case "set":
+            if argument:
+                change(chat.config, argument)
             tell("\n".join(f"{name} = {getattr(chat.config, name)}" for name in SETTABLE))
         case "stats":
             tell(report(chat))

@@ -884,6 +884,8 @@ def disk_errors(out_dir):
     """Turns what the disk refuses into a UserError."""
     try:
         yield
+    except BrokenPipeError:  # `| head` has seen enough, and no disk is to blame
+        raise
     except OSError as error:
         place = error.filename or out_dir
         if error.errno in FULL_DISK:

@@ -175,8 +175,8 @@ def open_data(config, rank=0, world=1):
                             "another --data_dir is prepared anew")
     if world > 1:
         torch.distributed.barrier()  # the others wait for the data
-    val_rows = Rows(config.data_dir, "val", config.block_size) if config.eval_every else None
-    return Rows(config.data_dir, "train", config.block_size), val_rows
+    rows = Rows(config.data_dir, "train", config.block_size)
+    return rows, Rows(config.data_dir, "val", config.block_size) if config.eval_every else None
 
 
 @functools.lru_cache(maxsize=2)
@@ -439,8 +439,9 @@ class Checkpoints:
             self.scaler.load_state_dict(state["scaler"])
         say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose "
             "another --out_dir=")
-        if changed and not self.is_finished(state["step"]):
-            say("changed   since the checkpoint, and applied: " + "; ".join(changed.values()))
+        if changed:
+            effect = "but the run is finished" if self.is_finished(state["step"]) else "and applied"
+            say(f"changed   since the checkpoint, {effect}: " + "; ".join(changed.values()))
         self.saved_step, self.next_step = state["step"], self.after(state["step"])
         return state["step"], state.get("trained_s", 0.0)
 

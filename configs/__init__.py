@@ -201,6 +201,8 @@ def parse(Config, name, value, where):
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     try:
         if kind == list[str]:
+            if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+                value = tomllib.loads(f"list = {value}")["list"]  # as it would stand in a file
             if isinstance(value, str):  # one text, commas and all; several stand apart: --prompts "a, b" "c"
                 value = [value] if value else []
             return [str(item) for item in value]

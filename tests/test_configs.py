@@ -84,6 +84,7 @@ def refused(*words):
     (["--out_dir=C:\\new\\table"], "out_dir", "C:\\new\\table"),
     (["--out_dir=Ünï 🙂"], "out_dir", "Ünï 🙂"),
     (["--models=x, y"], "models", ["x, y"]), (["--models", "x", "y z", "--lr=1"], "models", ["x", "y z"]),
+    (['--models=["x, y", "z"]'], "models", ["x, y", "z"]), (["--models=[draft"], "models", ["[draft"]),
     (["--models", "x,y"], "models", ["x,y"]), (["--models="], "models", []), (["--models"], "models", []),
     (["--optimizer=muon"], "optimizer", "muon"), (["--optimizer", "Muon"], "optimizer", "muon"),
     (["--mode=auto"], "mode", "auto"), (["--mode=true"], "mode", True), (["--mode", "False"], "mode", False),

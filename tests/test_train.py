@@ -864,7 +864,7 @@ def test_a_finished_run_says_so_and_touches_nothing(data, tmp_path, unbroken, ca
     before = {path.name: path.stat().st_mtime_ns for path in unbroken.iterdir()}
     assert run(data, unbroken, log_every=3) == 0
     said = capsys.readouterr().out
-    assert "is finished" in said and "applied" not in said
+    assert "is finished" in said and "the run is finished: log_every: " in said and "applied" not in said
     assert {path.name: path.stat().st_mtime_ns for path in unbroken.iterdir()} == before
 
 
