@@ -313,9 +313,8 @@ def obey(chat, line):
             chat.set_system(argument.strip())
             tell("The system turn is set." if argument.strip() else "There is no system turn now.")
         case "set":
-            if argument:
-                change(chat.config, argument)
-            tell("\n".join(f"{name} = {getattr(chat.config, name)}" for name in SETTABLE))
+            shown = [change(chat.config, argument)] if argument else SETTABLE
+            tell("\n".join(f"{name} = {getattr(chat.config, name)}" for name in shown))
         case "stats":
             tell(report(chat))
         case _:
@@ -323,13 +322,14 @@ def obey(chat, line):
 
 
 def change(config, assignment):
-    """Carries out /set name=value; UserError, and no change, for a name or a value that means nothing."""
+    """Carries out /set name=value and returns the name; UserError, and no change, for what means nothing."""
     name, _, value = (part.strip() for part in assignment.partition("="))
     if name not in SETTABLE:
         raise UserError(f"/set changes {', '.join(SETTABLE)}, as in /set temperature=0; not {name!r}")
     changed = dataclasses.replace(config, **{name: parse(Config, name, value, where=None)})
     sampling(changed)
     setattr(config, name, getattr(changed, name))
+    return name
 
 
 def report(chat):

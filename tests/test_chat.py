@@ -409,7 +409,8 @@ def test_a_pipe_gets_answers_and_nothing_else_whatever_it_sends(folders):
     assert code == 0 and b"Traceback" not in err
     assert out.count(b"\n") == out.decode("cp1252").count("\n") >= 4
     assert [line[:27] for line in err.splitlines()] == [
-        b"(The conversation has outgr", b"(There is room for 4088 tok", b"The system turn is set."]
+        b"temperature = 0.0", b"(The conversation has outgr", b"(There is room for 4088 tok",
+        b"The system turn is set."]
 
 
 def call_chat(monkeypatch, capsys, *words, stdin=b""):
