@@ -958,7 +958,8 @@ def make_plan(model, config, rows, device, dtype):
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         pass_s()
     weights = {p.data_ptr() for p in model.parameters()}
-    fixed = {shape for p in model.parameters() for shape in (p.shape, p.T.shape if p.ndim == 2 else p.shape)}
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "wpe" not in name]
+    fixed = {shape for p in matrices for shape in (p.shape, p.T.shape)}  # of copies: they are not per row
     gb = {"weights": 4 * n_weights, "gradients": 4 * n_weights, "optimizer": 0, "activations": 0, "logits": 0}
     for pointer, tensor in kept.items():
         if pointer not in weights:
