@@ -333,16 +333,17 @@ def summed_loss(x, weight, targets, chunk_rows=0):
         x_low, w_low = x.to(dtype), weight.to(dtype)
         loss, grad_x = x.new_zeros((), dtype=torch.float32), []
         grad_w = torch.zeros_like(weight, dtype=torch.float32)  # bf16 would lose the small parts
-        ids = torch.arange(len(weight), device=x.device)
         for rows, row_targets in zip(x_low.split(chunk_rows), targets.split(chunk_rows)):
             counted, target = (row_targets >= 0)[:, None], row_targets.clamp(min=0)[:, None]
             logits = (rows @ w_low.T).float()
-            at_target, largest = logits.gather(1, target), logits.amax(dim=1, keepdim=True)
+            at_target = logits.gather(1, target)
             # Cross-entropy's gradient by the logits: the probabilities, minus one at the token that came.
             if torch.compiler.is_compiling():  # fused, none of it is ever whole in fp32
                 log_sum = logits.logsumexp(dim=1, keepdim=True)
-                grad = (logits - log_sum).exp() - (ids == target).float()
+                came = torch.arange(len(weight), device=x.device) == target
+                grad = (logits - log_sum).exp() - came.float()
             else:  # in place, on a CPU
+                largest = logits.amax(dim=1, keepdim=True)
                 probs = torch.softmax(logits, dim=1, out=logits if logits.is_cpu else None)
                 # ln of the softmax's denominator, from the likeliest token: its probability cannot underflow
                 log_sum = largest - probs.amax(dim=1, keepdim=True).log()
