@@ -628,6 +628,8 @@ def in_child(function, args, environment, watch, stop):
     heard_s = time.monotonic()
     try:
         while True:
+            if stop.is_set():  # before anything is passed on: what failed has been said already
+                raise DownloadError("stopped")
             if ours.poll(0.2):
                 kind, *values = ours.recv()
                 heard_s = time.monotonic()
@@ -638,8 +640,6 @@ def in_child(function, args, environment, watch, stop):
                 if kind == "error":
                     raise DownloadError(*values)
                 watch(kind, *values)
-            elif stop.is_set():
-                raise DownloadError("stopped")
             elif time.monotonic() - heard_s > STALL_S:
                 raise DownloadError(f"nothing came for {STALL_S:.0f} seconds")
     except (EOFError, BrokenPipeError):  # the second from poll() on Windows
