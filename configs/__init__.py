@@ -22,6 +22,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 UNFINISHED = ".unfinished"  # how a file is called that is being written; nobody else's files are called that
+# What other programs call a setting, without underscores, where the letters do not lead from theirs to ours.
+OTHER_NAMES = {"learningrate": "lr", "contextlength": "block_size", "seqlen": "block_size", "dmodel": "n_embd",
+               "hiddensize": "n_embd", "gradientaccumulationsteps": "tokens_per_step"}
 
 
 class UserError(Exception):
@@ -188,7 +191,8 @@ def read_toml(path):
 def type_of(Config, name, where):
     kinds = typing.get_type_hints(Config)
     if name not in kinds:
-        nearest = difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
+        known = OTHER_NAMES.get(name.replace("_", "").lower())
+        nearest = [known] if known in kinds else difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else "--help lists them all"
         raise UserError(f"{f'{where}: ' if where else ''}there is no setting {name}; {hint}")
     return kinds[name]

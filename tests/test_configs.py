@@ -102,7 +102,7 @@ def test_a_bool_leaves_the_overlay_that_follows_it_alone(script):
 
 @pytest.mark.parametrize(("words", "says"), [
     (["--max_step=1"], "did you mean max_steps?"), (["--outdir=x"], "did you mean out_dir?"),
-    (["--lrr", "1"], "did you mean lr?"),
+    (["--lrr", "1"], "did you mean lr?"), (["--learning_rate=1"], "lr?"), (["--learningrate", "1"], "lr?"),
     (["--zzzzzz=1"], "--help"), (["--"], "--help"), (["--=3"], "--help"), (["---"], "--help"),
     (["--max_steps=ten"], "max_steps = 'ten' must be a whole number"), (["--max_steps=1.5"], "whole number"),
     (["--max_steps="], "whole number"), (["--max_steps=inf"], "whole number"),
