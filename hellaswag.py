@@ -130,6 +130,7 @@ def parse_line(line, path, number):
 
 def download(path):
     """Fetches the validation split from the hub, keeps it as the parquet file `path`, and returns that."""
+    configs.keep_hub_files_here()
     try:
         import datasets
         import huggingface_hub
@@ -144,7 +145,7 @@ def download(path):
             data.to_parquet(file)
     except Exception as error:  # an HTTP status, a timeout, no name server, a full disk: a dozen classes
         raise UserError(
-            f"HellaSwag cannot be fetched from the hub ({type(error).__name__}: {first_line(error)}); "
+            f"HellaSwag cannot be fetched from the hub ({configs.reason_of(error)[0]}); "
             f"try again later, or put the parquet file of {DATASET}'s validation split at {path}"
         ) from error
     return path

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configs import UserError, replacing, write_text
+from configs import UserError, keep_hub_files_here, reason_of, replacing, write_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Vocabulary: what a token is
@@ -479,7 +479,7 @@ def find_model(name):
     if Path(name).exists() or str(name).count("/") > 1 or "\\" in str(name):
         raise UserError(f"{name} holds no model (config.json); `python train.py` makes out/train/model, and "
                         "`python sft.py` out/sft/model of it")
-    os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")
+    keep_hub_files_here()
     try:
         from huggingface_hub import snapshot_download
         local_dir = Path("data") / "models" / str(name).replace("/", "--")
@@ -487,7 +487,7 @@ def find_model(name):
                                       allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # of the network, the hub, the disk; or the package is missing
         raise UserError(f"{name} is neither a model folder (with config.json) nor to be had from the hub: "
-                        f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+                        f"{reason_of(error)[0]}") from None
 
 
 def read_model(folder):

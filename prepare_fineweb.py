@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UNFINISHED, UserError, load, put_in_place, replacing, run, write_text
+from configs import UNFINISHED, UserError, load, put_in_place, reason_of, replacing, run, write_text
 
 # `model` is imported where it is needed, as it imports torch: the process that downloads has no use for it.
 
@@ -601,17 +601,7 @@ def child_main(connection, function, args, environment):
     except UserError as error:
         connection.send(("user error", str(error)))
     except Exception as error:
-        chain = [error]
-        while following := chain[-1].__cause__ or chain[-1].__context__:
-            chain.append(following)
-        text = " ".join(" ".join(map(str, chain)).split())
-        status = [each.response.status_code for each in chain if getattr(each, "response", None) is not None]
-        number = [each.errno for each in chain if getattr(each, "errno", None)]
-        # hf_transfer has the numbers in its text only: "... (404 Not Found) ...", "... (os error 28)"
-        status += [int(digits) for digits in re.findall(r"\((\d{3}) [A-Z]", text)]
-        number += [int(digits) for digits in re.findall(r"os error (\d+)", text)]
-        reason = f"HTTP {status[0]}" if status else text[:150] or type(error).__name__
-        connection.send(("error", reason, *(status or [0])[:1], *(number or [0])[:1]))
+        connection.send(("error", *reason_of(error)))
 
 
 def in_child(function, args, environment, watch, stop):
@@ -671,7 +661,8 @@ class Hub:
             try:
                 self.revision, self.files = self.ask(list_parquet, config.dataset, config.subset)
             except DownloadError as error:  # huggingface_hub has tried it six times
-                raise UserError(explain(config.dataset, error)) from None
+                name = f"dataset = {config.dataset}, subset = {config.subset},"
+                raise UserError(explain(name, error, error.status)) from None
 
     def ask(self, function, *args, **environment):
         return in_child(function, args, self.environment | environment, self.watch, self.stop)
@@ -724,7 +715,7 @@ class Hub:
             finally:
                 self.progress.arriving = 0
                 shutil.rmtree(incoming, ignore_errors=True)
-        raise UserError(explain(f"{self.dataset}/{file['name']}", problem))
+        raise UserError(explain(f"{self.dataset}/{file['name']}", problem, problem.status))
 
     def val_bytes(self, workers):
         return math.inf  # --val_tokens alone says how much, or reference losses would not compare
@@ -736,19 +727,20 @@ class Hub:
 
 
 HINTS = {  # statuses that no repetition changes
-    401: "log in with `hf auth login`, and check --dataset",
+    401: "log in with `hf auth login`, and check its name",
     403: "accept its terms on its page, and log in with `hf auth login`",
-    404: "check --dataset and --subset; a private one needs `hf auth login`, and a mirror may lack it",
-    410: "it has been removed; choose another --dataset",
-    451: "it is blocked for legal reasons where you are; choose another --dataset, or a mirror (HF_ENDPOINT)",
+    404: "check its name; a private one needs `hf auth login`, and a mirror may lack it",
+    410: "it has been removed; choose another",
+    451: "it is blocked for legal reasons where you are; choose another, or a mirror (HF_ENDPOINT)",
 }
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-def explain(name, error):
-    hint = HINTS.get(error.status, "check the network, and HF_ENDPOINT if it is set; against stalling "
-                                   "HF_HUB_DISABLE_XET=1 helps. The same command goes on where it stopped")
-    return f"{name} cannot be downloaded ({error}): {hint}"
+def explain(name, text, status):
+    """What to say of a download that failed, as configs.reason_of() tells it; `name` with its setting."""
+    hint = HINTS.get(status, "check the network, and HF_ENDPOINT if it is set; against stalling "
+                             "HF_HUB_DISABLE_XET=1 helps. The same command goes on where it stopped")
+    return f"{name} cannot be downloaded ({text}): {hint}"
 
 
 # ------------------------------------------------------------------------------------------------------------

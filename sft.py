@@ -36,7 +36,7 @@ from torch.nn import functional as F
 import chat
 import curves
 import train
-from configs import FOLDER, UserError, load, run, save, write_text
+from configs import FOLDER, UserError, keep_hub_files_here, load, reason_of, run, save, write_text
 from model import (
     ASSISTANT,
     END,
@@ -54,7 +54,9 @@ from model import (
     supervised,
 )
 from prepare_fineweb import (
+    FULL_DISK,
     disk_errors,
+    explain,
     local_files,
     lock_folder,
     map_in_order,
@@ -190,17 +192,20 @@ def open_parquet(path):
 
 
 def open_hub(name):
-    os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")
+    keep_hub_files_here()
     import datasets
 
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # whatever the network, the hub, the data set or the disk raises
-        raise UserError(f"source = {name} is no file or folder here, and cannot be loaded from the hub: "
-                        f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
-    # datasets keeps the files' full names, in which the hub's commit is
-    return [("val" if split.startswith(("test", "val")) else "train",
-             next(iter(table.info.download_checksums or [name])), *column_of(table.data, name))
+        text, status, number = reason_of(error)
+        if number in FULL_DISK:
+            raise OSError(number, os.strerror(number), os.environ.get("HF_HUB_CACHE", name)) from None
+        raise UserError(explain(f"source = {name}, which is no file or folder here,", text, status)) from None
+    # datasets calls the folder of its copy after the hub's commit
+    commits = {Path(file["filename"]).parent.name for table in splits.values() for file in table.cache_files}
+    origin = "@".join([name, *commits])
+    return [("val" if split.startswith(("test", "val")) else "train", origin, *column_of(table.data, name))
             for split, table in splits.items()]
 
 

@@ -14,6 +14,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import time
 import tomllib
@@ -23,8 +24,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 UNFINISHED = ".unfinished"  # how a file is called that is being written; nobody else's files are called that
 # What other programs call a setting, without underscores, where the letters do not lead from theirs to ours.
-OTHER_NAMES = {"learningrate": "lr", "contextlength": "block_size", "seqlen": "block_size", "dmodel": "n_embd",
-               "hiddensize": "n_embd", "gradientaccumulationsteps": "tokens_per_step"}
+OTHER_NAMES = {"learningrate": "lr", "contextlength": "block_size", "seqlen": "block_size",
+               "dmodel": "n_embd", "hiddensize": "n_embd", "gradientaccumulationsteps": "tokens_per_step"}
 
 
 class UserError(Exception):
@@ -102,6 +103,39 @@ def put_in_place(temporary, path):
             if wait_s is None:
                 raise
             time.sleep(wait_s)
+
+
+def keep_hub_files_here(folder="data/hub"):
+    """Has huggingface_hub and datasets keep what they fetch in `folder`, if the user has not said where.
+
+    Call it before they are imported, which is when they look. By themselves they fill the home folder, which
+    may lie on a small drive, and which nobody looks into when the project is deleted.
+    """
+    if not os.environ.get("HF_HOME"):
+        os.environ.pop("HF_HOME", None)  # an empty one would mean the current folder
+        for part in ("hub", "datasets", "xet"):
+            name = f"HF_{part.upper()}_CACHE"
+            os.environ[name] = os.environ.get(name) or str(Path(folder).resolve() / part)
+    os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # Windows allows none, and nothing is lost
+
+
+def reason_of(error):
+    """(text, HTTP status or 0, errno or 0) of a failed download, on one line.
+
+    Libraries wrap what happened in errors of their own, and the outermost may only say that something did.
+    """
+    chain = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) and following not in chain:
+        chain.append(following)
+    texts = dict.fromkeys(" ".join(str(each).split()) for each in reversed(chain))  # the cause comes first
+    text = "; ".join(filter(None, texts))
+    statuses = [each.response.status_code for each in chain if getattr(each, "response", None) is not None]
+    numbers = [each.errno for each in chain if getattr(each, "errno", None)]
+    # hf_transfer has the numbers in its text only: "... (404 Not Found) ...", "... (os error 28)"
+    statuses += [int(digits) for digits in re.findall(r"\((\d{3}) [A-Z]", text)]
+    numbers += [int(digits) for digits in re.findall(r"os error (\d+)", text)]
+    short = f"HTTP {statuses[0]}" if statuses else text[:200] or type(error).__name__
+    return short, [*statuses, 0][0], [*numbers, 0][0]
 
 
 def run(main):

@@ -4,23 +4,27 @@
         hub.misbehave("cdn", status=500, times=2)
         ... HF_ENDPOINT=hub.url ...
 
-Tree listing with pages, resolve by HEAD and GET with a redirect to a second host ("cdn"), ranges, ETag,
-commit and linked size. Nothing else, so a test that passes here asks nothing else of the real hub.
+Information about the repository, tree listing with pages, the same for given paths, resolve by HEAD and GET
+with a redirect to a second host ("cdn"), ranges, ETag, commit and linked size. Nothing else, so a test that
+passes here asks nothing else of the real hub.
 """
 
 import hashlib
 import json
+import os
 import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pyarrow.parquet
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class LocalHub:
-    """Serves `files` ({path: bytes}) as the dataset `repo`; use as a context manager."""
+    """Serves `files` ({path: bytes}) as the dataset or model `repo`; use as a context manager."""
 
     def __init__(self, files, repo="someone/some-texts", page=1000, port=0):
         self.files, self.repo, self.page = files, repo, page
@@ -62,6 +66,19 @@ class LocalHub:
         return sum(method == "GET" and path == f"/cdn/{name}" for method, path in self.requests)
 
 
+def parquet(rows):
+    """The bytes of a parquet file of some rows, dicts with the same keys."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), stream := pyarrow.BufferOutputStream())
+    return stream.getvalue().to_pybytes()
+
+
+def environment(hub, home):
+    """Of a process that uses this hub, and whose home folder is `home`: nothing should be written there."""
+    home.mkdir(exist_ok=True)
+    told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    return told | {"HF_ENDPOINT": hub.url, "HOME": str(home), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "2"}
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -74,6 +91,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer("GET")
 
+    def do_POST(self):
+        self.answer("POST")
+
     def answer(self, method):
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
         with hub.lock:
@@ -82,13 +102,22 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if "status" in fault:
                 return self.send(fault["status"], b"no", fault.get("headers", {}))
-            tree = re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+/?(.*)", path)
-            resolve = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-            repo = (tree or resolve or {1: hub.repo})[1]
+            kinds, name = "/api/(?:datasets|models)", "([^/]+(?:/[^/]+)?)"
+            info = re.fullmatch(rf"{kinds}/{name}(?:/revision/[^/]+)?", path)
+            tree = re.fullmatch(rf"{kinds}/{name}/tree/[^/]+/?(.*)", path)
+            paths = re.fullmatch(rf"{kinds}/{name}/paths-info/[^/]+", path)
+            resolve = re.fullmatch(rf"(?:/datasets)?/{name}/resolve/([^/]+)/(.+)", path)
+            repo = (info or tree or paths or resolve or {1: hub.repo})[1]
             if repo != hub.repo:
                 return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            if info:
+                names = [{"rfilename": name} for name in sorted(hub.files)]
+                return self.send_json({"id": repo, "sha": COMMIT, "siblings": names, "tags": []})
             if tree:
                 return self.tree(tree[2])
+            if paths:
+                asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+                return self.send_json([self.entry(name) for name in asked["paths"] if name in hub.files])
             name = resolve[3] if resolve else path.removeprefix("/cdn/")
             if name not in hub.files:
                 return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -101,23 +130,34 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": len(body), **headers}.items():
             self.send_header(name, str(value))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
+
+    def send_json(self, value, headers=None):
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        self.send(200, json.dumps(value).encode(), headers)
+
+    def entry(self, name):
+        data = self.server.hub.files.get(name)
+        if data is None:
+            return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
+        return {"type": "file", "oid": "0" * 40, "size": len(data), "path": name,
+                "lfs": {"oid": sha256(data), "size": len(data), "pointerSize": 130}}
 
     def tree(self, folder):
         hub, query = self.server.hub, parse_qs(urlsplit(self.path).query)
         names = sorted(name for name in hub.files if not folder or name.startswith(f"{folder}/"))
         if not names:
             return self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        if query.get("recursive", [""])[0].lower() != "true":  # what is in the folder itself
+            depth = folder.count("/") + 2 if folder else 1
+            names = sorted({"/".join(name.split("/")[:depth]) for name in names})
         start = int(query.get("cursor", ["0"])[0])
-        entries = [{"type": "file", "oid": "0" * 40, "size": len(hub.files[name]), "path": name,
-                    "lfs": {"oid": sha256(hub.files[name]), "size": len(hub.files[name]), "pointerSize": 130}}
-                   for name in names[start:start + hub.page]]
         more = {}
         if start + hub.page < len(names):
             address = f"{hub.url}{urlsplit(self.path).path}?recursive=True&cursor={start + hub.page}"
             more = {"Link": f'<{address}>; rel="next"'}
-        return self.send(200, json.dumps(entries).encode(), {"Content-Type": "application/json", **more})
+        return self.send_json([self.entry(name) for name in names[start:start + hub.page]], more)
 
     def resolve(self, name):
         data = self.server.hub.files[name]

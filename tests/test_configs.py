@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -238,6 +239,48 @@ def test_an_output_that_takes_nothing_is_no_traceback(target):
     with open(target or os.devnull, "w", encoding="utf-8") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     assert "Traceback" not in done.stderr and done.returncode == bool(target)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What the hub's libraries are told, and what they say
+
+
+def wrapped(inner, outer):
+    try:
+        try:
+            raise inner
+        except type(inner) as error:
+            raise outer from error
+    except type(outer) as error:
+        return error
+
+
+def test_the_reason_of_a_failed_download_is_the_innermost_however_it_is_wrapped():
+    refused = OSError(28, "No space left on device")
+    blocked = ConnectionError("went wrong")
+    blocked.response = SimpleNamespace(status_code=451)
+    for error, reason in (
+            (wrapped(blocked, FileNotFoundError("is not cached")), ("HTTP 451", 451, 0)),
+            (wrapped(refused, ValueError("could\nnot")), (f"{refused}; could not", 0, 28)),
+            (Exception("failed: (404 Not Found) for url"), ("HTTP 404", 404, 0)),
+            (Exception("io: (os error 28)"), ("io: (os error 28)", 0, 28)), (KeyError(), ("KeyError", 0, 0))):
+        assert configs.reason_of(error) == reason
+    again = ValueError("b")
+    again.__cause__ = wrapped(again, KeyError("a"))  # a circle
+    assert "b" in configs.reason_of(again)[0]
+
+
+def test_what_the_hub_sends_stays_beside_the_program_if_the_user_has_not_said_where(monkeypatch, script):
+    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_XET_CACHE", "HF_HUB_DISABLE_SYMLINKS_WARNING"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+    monkeypatch.setenv("HF_HOME", "/theirs")
+    configs.keep_hub_files_here()
+    assert not os.environ["HF_HUB_CACHE"]
+    monkeypatch.setenv("HF_HOME", "")
+    monkeypatch.setenv("HF_DATASETS_CACHE", "/theirs")
+    configs.keep_hub_files_here()
+    assert "HF_HOME" not in os.environ and os.environ["HF_DATASETS_CACHE"] == "/theirs"
+    assert Path(os.environ["HF_HUB_CACHE"]) == script / "here" / "data" / "hub" / "hub"
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from hub import LocalHub, environment, parquet
 
 import hellaswag
 import train
@@ -349,6 +350,26 @@ def test_by_hand_a_refusing_host_gives_one_line_and_exit_code_1(tmp_path, monkey
     assert len(done.stderr.strip().splitlines()) == 1
     for words in ("error: HellaSwag cannot be fetched", "451", "put the parquet file", "validation.parquet"):
         assert words in done.stderr
+
+
+def test_by_hand_the_hubs_questions_are_fetched_once_and_kept(tmp_path):
+    """By `datasets` itself, from a hub on this machine in the real one's layout."""
+    save_model(random_model(), tmp_path / "model")
+    files = {f"data/{split}-00000-of-00001.parquet": parquet(rows) for split, rows in (
+        ("train", ITEMS[:3]), ("test", [item | {"label": ""} for item in ITEMS[:4]]), ("validation", ITEMS))}
+    with LocalHub(files, repo="Rowan/hellaswag") as hub:
+        words = [sys.executable, ROOT / "hellaswag.py", "--model=model", "--n=40", "--device=cpu"]
+        env = environment(hub, tmp_path / "home")
+        first, second = (subprocess.run(words, cwd=tmp_path, env=env | offline, capture_output=True,
+                                        encoding="utf-8", check=False)
+                         for offline in ({}, {"HF_HUB_OFFLINE": "1"}))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    score = hellaswag.evaluate(random_model(), ITEMS, n=40)
+    for done in (first, second):
+        assert "40 questions, 0 broken" in done.stdout and f"{score['acc_norm']:.2%}" in done.stdout
+    assert hub.downloads("data/validation-00000-of-00001.parquet") == 1
+    assert hellaswag.load_items(tmp_path / "data/hellaswag/validation.parquet")[0] == ITEMS
+    assert not list((tmp_path / "home").iterdir()), "something was written outside the folder"
 
 
 def test_by_hand_the_score_stands_beside_gpt2s_and_is_saved_question_by_question(tmp_path):

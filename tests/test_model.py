@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hub import LocalHub, environment
 from torch.nn import functional as F
 
 import model
@@ -472,6 +473,32 @@ def test_a_damaged_or_foreign_model_folder_is_one_line(damage, says, tmp_path):
     with pytest.raises(UserError) as error:
         load_model(tmp_path)
     assert says in one_line(error) and str(tmp_path) in str(error.value) or says in ("n_head (5)",)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "someone/small-gpt2"])
+def test_a_model_on_the_hub_is_downloaded_once_and_is_that_model(name, tmp_path):
+    """By huggingface_hub itself, from a hub on this machine."""
+    save_model(small(), tmp_path / "theirs")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import model; m = model.load_model(sys.argv[2]);" \
+           "print(m.info['path'], float(m(model.torch.arange(9)[None]).detach().double().sum()))"
+    with LocalHub(files | {"pytorch_model.bin": b"not wanted"}, repo=name) as hub:
+        def python(*words, **env):
+            return subprocess.run([sys.executable, *words], cwd=tmp_path, text=True, capture_output=True,
+                                  env=environment(hub, tmp_path / "home") | env, check=False)
+
+        for method in ("GET", "HEAD"):
+            hub.misbehave("", status=451, method=method)
+        refused = python(ROOT / "chat.py", f"--model={name}", "--prompt=hi")
+        assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "HTTP 451" in refused.stderr
+        hub.faults.clear()
+        first = python("-c", code, ROOT, name).stdout
+        second = python("-c", code, ROOT, name, HF_HUB_OFFLINE="1").stdout
+    folder, total = first.split()
+    assert second == first and Path(folder).parent.name == "models"
+    assert float(total) == float(small()(torch.arange(9)[None]).detach().double().sum())
+    assert hub.downloads("model.safetensors") == 1 and hub.downloads("pytorch_model.bin") == 0
+    assert not list((tmp_path / "home").iterdir()), "something was written outside the folder"
 
 
 @pytest.mark.parametrize("name", ["out/nothing/model", "no/such/place", "gpt2-of-mine", "..", ""])

@@ -589,9 +589,9 @@ def test_a_download_that_cannot_succeed_ends_in_one_line_and_leaves_nothing(tmp_
 
 
 @pytest.mark.parametrize("settings, says", [
-    ({"dataset": "nobody/nothing"}, "check --dataset"),
+    ({"dataset": "nobody/nothing"}, "dataset = nobody/nothing, .* check its name"),
     ({"subset": "sample/20BT"}, "it has some in: sample/10BT"),
-    ({"subset": "other/10BT"}, "check --dataset and --subset")])
+    ({"subset": "other/10BT"}, "subset = other/10BT, .* check its name")])
 def test_a_misspelt_dataset_is_answered_in_one_line(tmp_path, hub, settings, says):
     with pytest.raises(UserError, match=says) as error:
         prepare(tmp_path, **settings)

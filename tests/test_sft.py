@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hub import COMMIT, LocalHub, environment, parquet
 
 import chat
 import configs
@@ -36,7 +38,7 @@ from model import (
     save_model,
     supervised,
 )
-from prepare_fineweb import read_meta
+from prepare_fineweb import read_meta, read_shard, shards
 
 ROOT = Path(sft.__file__).parent
 WORDS = ["the", "GPU", "ran", "all", "night", "Paris", "12", "日本", "é", "<|end|>", "<|assistant|>"]
@@ -111,6 +113,38 @@ def test_every_conversation_is_used_or_counted_with_its_reason(tmp_path):
     expected["without a list of messages"] += 3
     assert meta["unusable"] == expected
     assert meta["used"] == 4 and meta["conversations"] == meta["used"] + sum(expected.values())
+
+
+def test_the_hubs_conversations_are_those_of_its_files_and_their_commit_is_noted(tmp_path):
+    """By `datasets` itself, from a hub on this machine in smol-smoltalk's layout."""
+    rng, files, ids = random.Random(3), {}, {}
+    for split, n in (("train", 50), ("test", 7)):
+        rows = [conversation(rng) for _ in range(n)]
+        ids[{"test": "val"}.get(split, split)] = [id for row in rows for id in render_chat(row)
+                                                 if not sft.unusable(row)]
+        files[f"data/{split}-00000-of-00001.parquet"] = parquet(
+            [{"messages": row, "source": "made-up"} for row in rows])
+    with LocalHub(files | {"README.md": b"# Chats"}, repo="someone/chats") as hub:
+        def show(**env):
+            return subprocess.run(
+                [sys.executable, ROOT / "sft.py", "--show", "--source=someone/chats", "--data_dir=data/chats",
+                 "--init_from=nothing", "--block_size=64"], cwd=tmp_path, capture_output=True, check=False,
+                encoding="utf-8", env=environment(hub, tmp_path / "home") | env)
+
+        hub.misbehave("", status=451, times=1000)  # of every kind of request
+        hub.misbehave("", status=451, times=1000, method="HEAD")
+        refused = show()
+        assert refused.returncode == 1 and "Traceback" not in refused.stderr
+        assert re.search("error: source = someone/chats, .*HTTP 451.*legal reasons", refused.stderr)
+        hub.faults.clear()
+        done = show()
+        assert done.returncode == 0, done.stderr
+    assert "[[" in done.stdout
+    meta = read_meta(tmp_path / "data/chats")
+    assert {part["from"] for part in meta["shards"].values()} == {f"someone/chats@{COMMIT}"}
+    for split, wanted in ids.items():
+        assert [id for path in shards(tmp_path / "data/chats", split) for id in read_shard(path)] == wanted
+    assert not list((tmp_path / "home").iterdir()), "something was written outside the folder"
 
 
 def test_a_reply_that_begins_beyond_the_context_is_dropped_and_counted(tmp_path):
