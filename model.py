@@ -322,7 +322,8 @@ def summed_loss(x, weight, targets, chunk_rows=0):
     16 x 1024 positions in bf16. With chunk_rows > 0 only so many rows exist at a time: the gradients of x and
     weight are made beside the loss, while the probabilities are at hand, and handed over in backward().
     """
-    autocast = torch.is_autocast_enabled(x.device.type)
+    # a CPU that must emulate bf16 has the products sooner, and more exactly, in fp32
+    autocast = torch.is_autocast_enabled(x.device.type) and not (x.is_cpu and EMULATES_BF16)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     if not chunk_rows:
         logits = F.linear(x.to(dtype), weight.to(dtype))
@@ -336,19 +337,19 @@ def summed_loss(x, weight, targets, chunk_rows=0):
         for rows, row_targets in zip(x_low.split(chunk_rows), targets.split(chunk_rows)):
             counted, target = (row_targets >= 0)[:, None], row_targets.clamp(min=0)[:, None]
             logits = (rows @ w_low.T).float()
-            at_target = logits.gather(1, target)
             # Cross-entropy's gradient by the logits: the probabilities, minus one at the token that came.
-            if torch.compiler.is_compiling():  # fused, none of it is ever whole in fp32
-                log_sum = logits.logsumexp(dim=1, keepdim=True)
-                came = torch.arange(len(weight), device=x.device) == target
-                grad = (logits - log_sum).exp() - came.float()
-            else:  # in place, on a CPU
-                largest = logits.amax(dim=1, keepdim=True)
-                probs = torch.softmax(logits, dim=1, out=logits if logits.is_cpu else None)
-                # ln of the softmax's denominator, from the likeliest token: its probability cannot underflow
-                log_sum = largest - probs.amax(dim=1, keepdim=True).log()
+            if logits.is_cpu and not torch.compiler.is_compiling():  # in place: passes over it are what costs
+                probs = torch.softmax(logits, dim=1, out=logits)
+                losses = -probs.gather(1, target).log()
+                if losses.max() > 80:  # fp32 has no probability much below exp(-80)
+                    losses = -(rows @ w_low.T).float().log_softmax(dim=1).gather(1, target)
                 grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
-            loss += ((log_sum - at_target) * counted).sum()
+            else:  # compiled it is a pass or two, and nothing is ever whole in fp32
+                log_sum = logits.logsumexp(dim=1, keepdim=True)
+                losses = log_sum - logits.gather(1, target)
+                came = torch.arange(len(weight), device=x.device) == target
+                grad = (logits - log_sum).exp_().sub_(came.float())
+            loss += (losses * counted).sum()
             if needs_grad:
                 grad = grad.to(dtype)
                 grad_x.append(grad @ w_low * counted)
@@ -714,7 +715,8 @@ def pick_dtype(device, training, name="auto"):
         named = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         if name not in named:
             raise UserError(f"dtype = {name!r} must be auto, bf16, fp16 or fp32")
-        return named[name], "as set"
+        is_slow = name == "bf16" and device.type == "cpu" and not cpu_has_bf16()
+        return named[name], "as set" + "; this CPU emulates it, and fp32 is faster" * is_slow
     if device.type == "cuda":
         # without the argument an old card says yes and emulates it, slowly
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -728,6 +730,9 @@ def pick_dtype(device, training, name="auto"):
 def cpu_has_bf16():
     """Whether this CPU multiplies bf16 itself; emulated, reading a prompt would be slower than in fp32."""
     return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
+EMULATES_BF16 = not cpu_has_bf16()
 
 
 def keep_freed_memory():

@@ -100,6 +100,7 @@ def test_half_a_surrogate_pair_is_encoded_as_a_replacement_mark():
 
 
 def test_special_and_unused_ids_can_be_shown():
+    assert ROLE_IDS == {"user": USER, "assistant": ASSISTANT, "system": SYSTEM}
     assert decode([USER, 15496, END, VOCAB_SIZE - 1]) == "<|user|>Hello<|end|>"
     assert decode([END_OF_TEXT]) == "<|endoftext|>" and decode([]) == ""
     assert all(token_bytes(id) == b"" for id in [*SPECIAL_TOKENS, VOCAB_SIZE - 1, -1])
@@ -266,11 +267,12 @@ def test_cross_entropy_starts_at_ln_V_as_a_model_that_knows_nothing_must():
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 16, 100])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", ["", "native", "emulated"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_cross_entropy_in_chunks_is_the_plain_one(rows, bf16, compiled):
+def test_cross_entropy_in_chunks_is_the_plain_one(rows, bf16, compiled, monkeypatch):
     if compiled and rows == 1:
         pytest.skip("sixteen copies of the graph")
+    monkeypatch.setattr(model, "EMULATES_BF16", bf16 == "emulated")
     torch.manual_seed(0)
     N, C, V = 16, 24, 301
     x, weight = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
@@ -284,7 +286,7 @@ def test_cross_entropy_in_chunks_is_the_plain_one(rows, bf16, compiled):
     plain = F.cross_entropy((x @ weight.T), targets, ignore_index=-1, reduction="sum")
     torch._dynamo.reset()
     ours = torch.compile(summed_loss, backend="aot_eager", fullgraph=True) if compiled else summed_loss
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(bf16)):
         loss = ours(x, weight, targets, rows)
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert loss.item() == pytest.approx(plain.item(), rel=2e-3 if bf16 else 1e-6)
@@ -789,4 +791,10 @@ def test_a_precision_can_be_set_by_name(machine):
     for device, name in (("cpu", "fp16"), ("mps", "fp16"), ("cuda", "half")):
         with pytest.raises(UserError):
             pick_dtype(torch.device(device), True, name)
-    assert ROLE_IDS == {"user": USER, "assistant": ASSISTANT, "system": SYSTEM}
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_bf16_on_a_cpu_that_must_emulate_it_is_granted_with_a_warning(has_bf16, monkeypatch):
+    monkeypatch.setattr(model, "cpu_has_bf16", lambda: has_bf16)
+    dtype, why = pick_dtype(torch.device("cpu"), training=True, name="bf16")
+    assert dtype == torch.bfloat16 and ("fp32 is faster" in why) == (not has_bf16)
