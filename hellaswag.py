@@ -130,14 +130,8 @@ def parse_line(line, path, number):
 
 def download(path):
     """Fetches the validation split from the hub, keeps it as the parquet file `path`, and returns that."""
-    configs.keep_hub_files_here()
     try:
-        import datasets
-        import huggingface_hub
-
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:  # a hanging host would cost minutes
-            huggingface_hub.HfApi().dataset_info(DATASET, timeout=10)
-        data = datasets.load_dataset(DATASET, split="validation")
+        data = configs.load_from_hub(DATASET, split="validation")
         if not any(usable(row) for row in data.select(range(min(len(data), 10)))):
             raise ValueError(f"what came has no questions: {len(data)} rows")  # keeping it would be for ever
         path.parent.mkdir(parents=True, exist_ok=True)

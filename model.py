@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configs import UserError, keep_hub_files_here, reason_of, replacing, write_text
+from configs import UserError, explain, keep_hub_files_here, reason_of, replacing, write_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Vocabulary: what a token is
@@ -326,7 +326,8 @@ def summed_loss(x, weight, targets, chunk_rows=0):
     autocast = torch.is_autocast_enabled(x.device.type) and not (x.is_cpu and EMULATES_BF16)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     if not chunk_rows:
-        logits = F.linear(x.to(dtype), weight.to(dtype))
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(dtype), weight.to(dtype))
         return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
 
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -337,21 +338,23 @@ def summed_loss(x, weight, targets, chunk_rows=0):
         for rows, row_targets in zip(x_low.split(chunk_rows), targets.split(chunk_rows)):
             counted, target = (row_targets >= 0)[:, None], row_targets.clamp(min=0)[:, None]
             logits = (rows @ w_low.T).float()
-            # Cross-entropy's gradient by the logits: the probabilities, minus one at the token that came.
             if logits.is_cpu and not torch.compiler.is_compiling():  # in place: passes over it are what costs
                 probs = torch.softmax(logits, dim=1, out=logits)
                 losses = -probs.gather(1, target).log()
                 if losses.max() > 80:  # fp32 has no probability much below exp(-80)
                     losses = -(rows @ w_low.T).float().log_softmax(dim=1).gather(1, target)
-                grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
-            else:  # compiled it is a pass or two, and nothing is ever whole in fp32
+            else:
                 log_sum = logits.logsumexp(dim=1, keepdim=True)
                 losses = log_sum - logits.gather(1, target)
-                came = torch.arange(len(weight), device=x.device) == target
-                grad = (logits - log_sum).exp_().sub_(came.float())
+                probs = (logits - log_sum).exp_() if needs_grad else None
             loss += (losses * counted).sum()
             if needs_grad:
-                grad = grad.to(dtype)
+                # Cross-entropy's gradient by the logits: the probabilities, minus one at the token that came.
+                if torch.compiler.is_compiling():  # a comparison is fused with the rest, a scatter is not
+                    came = torch.arange(len(weight), device=x.device) == target
+                    grad = (probs - came.float()).to(dtype)
+                else:
+                    grad = probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0)).to(dtype)
                 grad_x.append(grad @ w_low * counted)
                 if dtype == torch.float32:
                     grad_w.addmm_(grad.T, rows * counted)  # in one pass over the large grad_w
@@ -487,8 +490,9 @@ def find_model(name):
         return Path(snapshot_download(str(name), local_dir=local_dir,
                                       allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # of the network, the hub, the disk; or the package is missing
-        raise UserError(f"{name} is neither a model folder (with config.json) nor to be had from the hub: "
-                        f"{reason_of(error)[0]}") from None
+        text, status, _ = reason_of(error)
+        raise UserError(explain(f"{name}, which is no model folder (with config.json),", text,
+                                status)) from None
 
 
 def read_model(folder):
@@ -729,7 +733,8 @@ def pick_dtype(device, training, name="auto"):
 
 def cpu_has_bf16():
     """Whether this CPU multiplies bf16 itself; emulated, reading a prompt would be slower than in fp32."""
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+    has = getattr(torch.cpu, "get_capabilities", dict)()  # "bf16" is ARM's name for it
+    return bool(has.get("avx512_bf16") or has.get("bf16"))
 
 
 EMULATES_BF16 = not cpu_has_bf16()

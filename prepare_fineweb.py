@@ -38,7 +38,18 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UNFINISHED, UserError, load, put_in_place, reason_of, replacing, run, write_text
+from configs import (
+    HINTS,
+    UNFINISHED,
+    UserError,
+    explain,
+    load,
+    put_in_place,
+    reason_of,
+    replacing,
+    run,
+    write_text,
+)
 
 # `model` is imported where it is needed, as it imports torch: the process that downloads has no use for it.
 
@@ -230,8 +241,9 @@ def open_parquet(path):
             if not re.fullmatch(r"(large_)?string(_view)?|dictionary<values=string,.*", kinds["text"]):
                 raise UserError(f"the column `text` of {path} holds {kinds['text']}, not strings")
             yield file
-    except pa.ArrowException as error:
-        raise OSError(0, " ".join(str(error).split())[:200], str(path)) from error
+    except (pa.ArrowException, OSError) as error:  # of a damaged page it is an OSError, which names no file
+        number = getattr(error, "errno", None) or 0
+        raise OSError(number, " ".join(str(error).split())[:200], str(path)) from error
 
 
 def read_jsonl(path, skip):
@@ -715,7 +727,7 @@ class Hub:
             finally:
                 self.progress.arriving = 0
                 shutil.rmtree(incoming, ignore_errors=True)
-        raise UserError(explain(f"{self.dataset}/{file['name']}", problem, problem.status))
+        raise UserError(explain(f"{file['name']} of dataset = {self.dataset}", problem, problem.status))
 
     def val_bytes(self, workers):
         return math.inf  # --val_tokens alone says how much, or reference losses would not compare
@@ -726,21 +738,7 @@ class Hub:
             (self.folder / file["name"]).unlink(missing_ok=True)
 
 
-HINTS = {  # statuses that no repetition changes
-    401: "log in with `hf auth login`, and check its name",
-    403: "accept its terms on its page, and log in with `hf auth login`",
-    404: "check its name; a private one needs `hf auth login`, and a mirror may lack it",
-    410: "it has been removed; choose another",
-    451: "it is blocked for legal reasons where you are; choose another, or a mirror (HF_ENDPOINT)",
-}
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-
-
-def explain(name, text, status):
-    """What to say of a download that failed, as configs.reason_of() tells it; `name` with its setting."""
-    hint = HINTS.get(status, "check the network, and HF_ENDPOINT if it is set; against stalling "
-                             "HF_HUB_DISABLE_XET=1 helps. The same command goes on where it stopped")
-    return f"{name} cannot be downloaded ({text}): {hint}"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -932,9 +930,11 @@ def announce(source, meta, config, out_dir):
         tokens = min(tokens, config.max_tokens + config.val_tokens)
     need = 2 * (tokens - sum(shard["tokens"] for shard in meta["shards"]))
     if isinstance(source, Hub):
+        ends = np.cumsum([file["size"] for file in source.files])  # files come whole
+        files = int(ends[min(np.searchsorted(ends, tokens / TOKENS_PER_PARQUET_BYTE), len(ends) - 1)])
         at_once = (FILES_AHEAD + 2) * max(file["size"] for file in source.files)
         here = sum(path.stat().st_size for path in source.folder.rglob("*.parquet"))
-        need += max(min(tokens / TOKENS_PER_PARQUET_BYTE, total if source.keep else at_once) - here, 0)
+        need += max((files if source.keep else min(files, at_once)) - here, 0)
     free = shutil.disk_usage(out_dir).free
     print(f"source    {meta['source']}: {len(source.files)} files, {total / 1e9:,.2f} GB"
           + (f", revision {source.revision[:8]}" if source.revision else ""))

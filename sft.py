@@ -7,8 +7,8 @@
     python sft.py --plan               the steps and hours that it will take, measured here
 
 Reads   a model folder, and conversations {"messages": [{"role", "content"}, ...]}, tokenised once.
-Writes  out_dir/: the same as train.py, and answers.md: what the model says to the same questions before, on
-        the way and after. The model to talk to is out_dir/model: python chat.py.
+Writes  out_dir/: the same as train.py, but for samples.md: here it is answers.md, what the model says to the
+        same questions before, on the way and after. The model to talk to is out_dir/model: python chat.py.
 
 What is learned is the assistant's part only: the words of its turns and the <|end|> that closes each of them,
 so it learns to answer and to stop. Every conversation stands alone at the start of a row, as it will in chat.
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 import chat
 import curves
 import train
-from configs import FOLDER, UserError, keep_hub_files_here, load, reason_of, run, save, write_text
+from configs import FOLDER, UserError, explain, load, load_from_hub, reason_of, run, save, write_text
 from model import (
     ASSISTANT,
     END,
@@ -56,7 +56,6 @@ from model import (
 from prepare_fineweb import (
     FULL_DISK,
     disk_errors,
-    explain,
     local_files,
     lock_folder,
     map_in_order,
@@ -149,13 +148,14 @@ def tokenise(messages):
     return (None, reason) if reason else (np.array(render_chat(messages), dtype=np.uint16), "")
 
 
-def open_source(source):
+def open_source(source, revision=None):
     """The parts of a source: [(split, origin, rows, fetch)]; fetch(rows) yields the `messages` of these rows.
 
-    split   "val", the test split, or "train"
-    origin  what meta.json says about where they come from
-    source  "tiny", a .parquet or .jsonl file or a folder of them ("test" in a path means the test split), or
-            a name on the hub
+    split     "val", the test split, or "train"
+    origin    what meta.json says about where they come from
+    source    "tiny", a .parquet or .jsonl file or a folder of them ("test" in a path means the test split),
+              or a name on the hub, with
+    revision  the commit, or None for today's
 
     Conversations are read when fetch is called. Without a test split every 50th conversation goes there.
     """
@@ -166,7 +166,7 @@ def open_source(source):
         tables = [("val" if is_test.search(name) else "train", path.name, *OPENERS[path.suffix.lower()](path))
                   for name, path in local_files(Path(source), OPENERS).items()]
     else:
-        tables = open_hub(source)
+        tables = open_hub(source, revision)
     if {split for split, *_ in tables} == {"train", "val"}:
         return [(split, origin, range(n), fetch) for split, origin, n, fetch in tables]
     return [part for _, origin, n, fetch in tables for part in (
@@ -191,16 +191,13 @@ def open_parquet(path):
     return column_of(table, path)
 
 
-def open_hub(name):
-    keep_hub_files_here()
-    import datasets
-
+def open_hub(name, revision):
     try:
-        splits = datasets.load_dataset(name)
+        splits = load_from_hub(name, revision)
     except Exception as error:  # whatever the network, the hub, the data set or the disk raises
         text, status, number = reason_of(error)
         if number in FULL_DISK:
-            raise OSError(number, os.strerror(number), os.environ.get("HF_HUB_CACHE", name)) from None
+            raise OSError(number, os.strerror(number), os.environ.get("HF_HOME") or "data/hub") from None
         raise UserError(explain(f"source = {name}, which is no file or folder here,", text, status)) from None
     # datasets calls the folder of its copy after the hub's commit
     commits = {Path(file["filename"]).parent.name for table in splits.values() for file in table.cache_files}
@@ -273,8 +270,9 @@ def prepare(config):
 def write_shards(config, data_dir, meta):
     """Writes the shards that are missing, and meta.json after each."""
     prefix = re.sub(r"\W+", "_", Path(config.source).stem.lower())
+    begun_with = [part["from"].partition("@")[2] for part in meta["shards"].values()]  # a hub's commit
     pieces = [(split, origin, rows[i:i + ROWS_PER_SHARD], fetch)
-              for split, origin, rows, fetch in open_source(config.source)
+              for split, origin, rows, fetch in open_source(config.source, *begun_with[:1])
               for i in range(0, len(rows), ROWS_PER_SHARD)]
     pieces.sort(key=lambda piece: piece[0] == "train")  # as everywhere, the test split has the first numbers
     for number, (split, origin, rows, fetch) in enumerate(pieces):
@@ -735,9 +733,9 @@ def tune(config, model, data, test, groups, device, dtype, rank, world, stop):
                 micro_loss = loss_of(model, *read_batch(data, *batch, device)) / n_supervised
                 scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()  # no .item(): the CPU would wait for the GPU
-                if stop.hurry and world == 1:
+                if stop.hurry:
                     break
-        if stop.hurry and world == 1:  # about to be ended: this step is given up, the last one saved
+        if stop.hurry:  # about to be ended: this step is given up, the last one saved
             model.zero_grad(set_to_none=False)
             continue
         wants_stop = torch.tensor(float(bool(stop.signal)), device=device)
@@ -797,6 +795,7 @@ def run_tuning(config, stop):
 def main():
     config = load(Config, "sft")
     if config.show:
+        train.check_bounds(config, set())
         prepare(config)
         return show(config)
     stop = train.StopSignals()

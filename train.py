@@ -379,9 +379,9 @@ def load_checkpoint(out_dir):
             if {"step", "settings", "origins", "model", "optimizers"} <= set(state):
                 return state
             problem = "it is no checkpoint of a run"
-        except (MemoryError, PermissionError) as error:  # no fault of the file's
-            raise UserError(f"{path} cannot be read now: {str(error) or 'out of memory'}") from None
         except Exception as error:  # zip, pickle, end of file, disk: whatever the damage makes torch raise
+            if isinstance(error, PermissionError) or is_out_of_memory(error):  # no fault of the file's
+                raise UserError(f"{path} cannot be read now: {str(error) or 'out of memory'}") from None
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
         say(f"warning: {path} is damaged ({problem})")
         if path != paths[-1]:
@@ -544,7 +544,7 @@ class StopSignals:
         def on_event(event):
             if event not in (2, 5, 6):  # closed, logged off, shut down; Ctrl-C comes as a signal
                 return 0
-            self.hurry = True
+            self.hurry = os.environ.get("WORLD_SIZE", "1") == "1"
             _thread.interrupt_main(signal.SIGTERM)
             time.sleep(30)  # the main thread saves meanwhile
             return 1
@@ -742,7 +742,8 @@ def start_compile(model, config, device, one_step):
 
 def is_out_of_memory(error):
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+        text in str(error) for text in ("out of memory", "can't allocate memory", "not enough memory",
+                                        "ALLOC_FAILED"))
 
 
 def out_of_memory_advice(config, micro, device):

@@ -106,17 +106,44 @@ def put_in_place(temporary, path):
 
 
 def keep_hub_files_here(folder="data/hub"):
-    """Has huggingface_hub and datasets keep what they fetch in `folder`, if the user has not said where.
+    """Has huggingface_hub and datasets keep what they fetch in `folder`, unless HF_HOME says where.
 
     Call it before they are imported, which is when they look. By themselves they fill the home folder, which
     may lie on a small drive, and which nobody looks into when the project is deleted.
     """
-    if not os.environ.get("HF_HOME"):
+    if not (os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME")):
         os.environ.pop("HF_HOME", None)  # an empty one would mean the current folder
         for part in ("hub", "datasets", "xet"):
             name = f"HF_{part.upper()}_CACHE"
             os.environ[name] = os.environ.get(name) or str(Path(folder).resolve() / part)
     os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # Windows allows none, and nothing is lost
+
+
+def load_from_hub(name, revision=None, split=None):
+    """datasets.load_dataset(). What the host has to say comes first and soon, as datasets would wrap it."""
+    keep_hub_files_here()
+    import datasets
+    import huggingface_hub
+
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:  # a hanging host would cost minutes
+        huggingface_hub.HfApi().dataset_info(name, revision=revision, timeout=10)
+    return datasets.load_dataset(name, revision=revision, split=split)
+
+
+HINTS = {  # statuses that no repetition changes
+    401: "check its name, and log in with `hf auth login` if it is private",
+    403: "accept its terms on its page, and log in with `hf auth login`",
+    404: "check its name; a private one needs `hf auth login`, and a mirror may lack it",
+    410: "it has been removed; choose another",
+    451: "it is blocked for legal reasons where you are; choose another, or a mirror (HF_ENDPOINT)",
+}
+
+
+def explain(name, text, status):
+    """What to say of a download that failed as reason_of() tells it; `name` with its setting."""
+    hint = HINTS.get(status, "check its name, the network, and HF_ENDPOINT if it is set; against stalling "
+                             "HF_HUB_DISABLE_XET=1 helps. The same command goes on where it stopped")
+    return f"{name} cannot be downloaded ({text}): {hint}"
 
 
 def reason_of(error):

@@ -6,11 +6,24 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a hub brings its own on 127.0.0.1
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before():
+    """What a test or the program sets in it is gone afterwards: tests do not see each other's."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 # A shell that starts a suite in the background has it ignore these, and so would every process that a test
 # interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

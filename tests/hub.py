@@ -155,7 +155,8 @@ class Handler(BaseHTTPRequestHandler):
         start = int(query.get("cursor", ["0"])[0])
         more = {}
         if start + hub.page < len(names):
-            address = f"{hub.url}{urlsplit(self.path).path}?recursive=True&cursor={start + hub.page}"
+            recursive = query.get("recursive", [""])[0]
+            address = f"{hub.url}{urlsplit(self.path).path}?recursive={recursive}&cursor={start + hub.page}"
             more = {"Link": f'<{address}>; rel="next"'}
         return self.send_json([self.entry(name) for name in names[start:start + hub.page]], more)
 

@@ -307,7 +307,7 @@ def test_the_hubs_questions_are_kept_after_the_first_time(tmp_path, monkeypatch)
 
     asked = []
 
-    def from_hub(name, split):
+    def from_hub(name, revision, split):
         asked.append((name, split))
         return datasets.Dataset.from_list(ITEMS)
 

@@ -289,10 +289,12 @@ def test_cross_entropy_in_chunks_is_the_plain_one(rows, bf16, compiled, monkeypa
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(bf16)):
         loss = ours(x, weight, targets, rows)
     assert loss.dtype == torch.float32 and loss.shape == ()
-    assert loss.item() == pytest.approx(plain.item(), rel=2e-3 if bf16 else 1e-6)
+    assert loss.item() == pytest.approx(plain.item(), rel=2e-3 if bf16 == "native" else 1e-6)
+    # the compiler has the whole logits' backward pass in bf16, as it is where the loss is called
+    is_rough = bf16 == "native" or bf16 == "emulated" and compiled and not rows
     for mine, wanted in zip(gradients(loss), gradients(plain)):
         assert mine.dtype == torch.float32
-        assert (mine - wanted).norm() / wanted.norm() < (1e-2 if bf16 else 1e-6)
+        assert (mine - wanted).norm() / wanted.norm() < (1e-2 if is_rough else 1e-6)
     with torch.no_grad():
         assert summed_loss(x, weight, targets, rows).item() == pytest.approx(plain.item(), rel=1e-6)
 

@@ -1,5 +1,6 @@
 """prepare_fineweb.py: text in, shards out, whatever happens in between."""
 
+import contextlib
 import errno
 import hashlib
 import inspect
@@ -47,6 +48,13 @@ def parquet(documents, path=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(buffer.getvalue())
     return buffer.getvalue()
+
+
+def damaged_page(path):
+    whole = parquet(texts(40), path)
+    column = pq.read_metadata(path).row_group(0).column(1)
+    at = column.dictionary_page_offset or column.data_page_offset
+    path.write_bytes(whole[:at] + b"\xff" * 40 + whole[at + 40:])
 
 
 def config(tmp_path, **settings):
@@ -292,6 +300,7 @@ def test_sources_are_searched_in_subfolders_and_in_the_order_of_names(tmp_path):
     (lambda folder: (folder / "in").mkdir(), "holds no .parquet"),
     (lambda folder: parquet([None, ""], folder / "in/a.parquet"), "nothing is left to train on"),
     (lambda folder: folder.joinpath("in.parquet").write_bytes(b"PAR1 not really"), "cannot be read"),
+    (lambda folder: damaged_page(folder / "in/a.parquet"), "in/a.parquet cannot be read"),
     (lambda folder: folder.joinpath("in.jsonl").write_text('{"body": "x"}', encoding="utf-8"), "only body"),
     (lambda folder: pq.write_table(pa.table({"body": ["x"], "n": [1]}), folder / "in.parquet"), "body, n"),
     (lambda folder: pq.write_table(pa.table({"text": [1]}), folder / "in.parquet"), "int64")])
@@ -604,6 +613,16 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_downloaded(tmp_p
     with pytest.raises(UserError, match="keep_parquet=false"):
         prepare(tmp_path)
     assert not any(path.startswith("/cdn") and method == "GET" for method, path in hub.requests)
+
+
+def test_the_space_for_a_part_is_that_of_whole_files(tmp_path, hub, monkeypatch):
+    tokens, size = 150, len(hub.files[NAME])
+    assert tokens < prepare_fineweb.TOKENS_PER_PARQUET_BYTE * size
+    for free, enough in ((2 * tokens + size - 1, False), (2 * tokens + size, True)):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(prepare_fineweb.shutil, "disk_usage", lambda path, usage=usage: usage)
+        with contextlib.nullcontext() if enough else pytest.raises(UserError, match="choose --out_dir"):
+            prepare(tmp_path, max_tokens=100, val_tokens=50)
 
 
 def test_what_hugging_face_reads_at_import_is_set_and_the_users_own_is_left(tmp_path, monkeypatch):

@@ -131,15 +131,23 @@ def test_the_hubs_conversations_are_those_of_its_files_and_their_commit_is_noted
                  "--init_from=nothing", "--block_size=64"], cwd=tmp_path, capture_output=True, check=False,
                 encoding="utf-8", env=environment(hub, tmp_path / "home") | env)
 
-        hub.misbehave("", status=451, times=1000)  # of every kind of request
-        hub.misbehave("", status=451, times=1000, method="HEAD")
-        refused = show()
-        assert refused.returncode == 1 and "Traceback" not in refused.stderr
-        assert re.search("error: source = someone/chats, .*HTTP 451.*legal reasons", refused.stderr)
-        hub.faults.clear()
+        for status, says in ((451, "legal reasons"), (404, "check its name")):
+            for method in ("GET", "HEAD"):
+                hub.misbehave("", status=status, method=method)
+            refused = show()
+            assert refused.returncode == 1 and "Traceback" not in refused.stderr
+            assert re.search(f"error: source = someone/chats, .*HTTP {status}.*{says}", refused.stderr)
+            hub.faults.clear()
         done = show()
         assert done.returncode == 0, done.stderr
-    assert "[[" in done.stdout
+        assert "[[" in done.stdout
+        todays = ("GET", "/api/datasets/someone/chats")  # without a commit
+        assert todays in hub.requests
+        hub.requests.clear()
+        shards(tmp_path / "data/chats", "train")[0].unlink()
+        again = show()
+        assert "1 of 2" not in again.stdout and done.stdout.endswith(again.stdout.split("\n", 1)[1])
+        assert hub.requests and todays not in hub.requests  # but the commit that it began with
     meta = read_meta(tmp_path / "data/chats")
     assert {part["from"] for part in meta["shards"].values()} == {f"someone/chats@{COMMIT}"}
     for split, wanted in ids.items():
@@ -615,7 +623,8 @@ def test_settings_that_cannot_be_get_one_line_that_says_what_can(tmp_path, base,
             (["--tokens_per_step=500"], "nearest is tokens_per_step = 512"),
             (["--groups_per_step=0"], "at least 1"),
             (["--block_size=65"], "at most 64"), (["--init_from=nowhere/at/all"], "holds no model"),
-            (["--epochs=0", "--max_steps=0"], "how long to train"), (["--source=a/b/c"], "cannot be loaded")):
+            (["--epochs=0", "--max_steps=0"], "how long to train"),
+            (["--source=a/b/c"], "cannot be downloaded")):
         monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", *options)])
         with pytest.raises(UserError, match=message):
             sft.main()

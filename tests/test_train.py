@@ -823,6 +823,19 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(data, tmp_path, unbro
     assert state(out, "ckpt_prev.pt")["step"] == 4  # the damaged one did not take its place
 
 
+@pytest.mark.parametrize("error", [
+    MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),  # Windows
+    PermissionError(13, "used by another program")])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(data, tmp_path, unbroken, monkeypatch,
+                                                                      error):
+    out = copy_run(unbroken, tmp_path / "copy")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(torch, "load", raises(error))
+    assert "cannot be read now" in run(data, out)
+    assert {name: (out / name).read_bytes() for name in before} == before
+
+
 def copy_run(source, target):
     target.mkdir()
     for name in ("ckpt.pt", "ckpt_prev.pt", "log.jsonl"):
@@ -1015,6 +1028,9 @@ def test_a_console_that_windows_closes_is_answered_by_a_save(data, out, unbroken
     thread.join()
     assert stop.hurry
     assert stop.signal == signal.SIGTERM
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the others wait for this step
+    handlers[0](2)
+    assert not stop.hurry
 
 
 def test_windows_is_kept_awake_and_others_are_told_how(monkeypatch):
