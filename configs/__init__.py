@@ -5,6 +5,8 @@
 `configs/train.toml` is read first and is complete: every setting, with the reason for its value. An overlay
 is a .toml file, or a folder, which means the file with the script's name in it (`configs/tiny/train.toml`).
 Later wins. The dataclass holds only types, so no value is written twice, and a config file never runs code.
+
+Also here, because every script needs it: errors in one line, files that appear whole or not at all, the hub.
 """
 
 import contextlib
@@ -103,66 +105,6 @@ def put_in_place(temporary, path):
             if wait_s is None:
                 raise
             time.sleep(wait_s)
-
-
-def keep_hub_files_here(folder="data/hub"):
-    """Has huggingface_hub and datasets keep what they fetch in `folder`, unless HF_HOME says where.
-
-    Call it before they are imported, which is when they look. By themselves they fill the home folder, which
-    may lie on a small drive, and which nobody looks into when the project is deleted.
-    """
-    if not (os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME")):
-        os.environ.pop("HF_HOME", None)  # an empty one would mean the current folder
-        for part in ("hub", "datasets", "xet"):
-            name = f"HF_{part.upper()}_CACHE"
-            os.environ[name] = os.environ.get(name) or str(Path(folder).resolve() / part)
-    os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # Windows allows none, and nothing is lost
-
-
-def load_from_hub(name, revision=None, split=None):
-    """datasets.load_dataset(). What the host has to say comes first and soon, as datasets would wrap it."""
-    keep_hub_files_here()
-    import datasets
-    import huggingface_hub
-
-    if not huggingface_hub.constants.HF_HUB_OFFLINE:  # a hanging host would cost minutes
-        huggingface_hub.HfApi().dataset_info(name, revision=revision, timeout=10)
-    return datasets.load_dataset(name, revision=revision, split=split)
-
-
-HINTS = {  # statuses that no repetition changes
-    401: "check its name, and log in with `hf auth login` if it is private",
-    403: "accept its terms on its page, and log in with `hf auth login`",
-    404: "check its name; a private one needs `hf auth login`, and a mirror may lack it",
-    410: "it has been removed; choose another",
-    451: "it is blocked for legal reasons where you are; choose another, or a mirror (HF_ENDPOINT)",
-}
-
-
-def explain(name, text, status):
-    """What to say of a download that failed as reason_of() tells it; `name` with its setting."""
-    hint = HINTS.get(status, "check its name, the network, and HF_ENDPOINT if it is set; against stalling "
-                             "HF_HUB_DISABLE_XET=1 helps. The same command goes on where it stopped")
-    return f"{name} cannot be downloaded ({text}): {hint}"
-
-
-def reason_of(error):
-    """(text, HTTP status or 0, errno or 0) of a failed download, on one line.
-
-    Libraries wrap what happened in errors of their own, and the outermost may only say that something did.
-    """
-    chain = [error]
-    while (following := chain[-1].__cause__ or chain[-1].__context__) and following not in chain:
-        chain.append(following)
-    texts = dict.fromkeys(" ".join(str(each).split()) for each in reversed(chain))  # the cause comes first
-    text = "; ".join(filter(None, texts))
-    statuses = [each.response.status_code for each in chain if getattr(each, "response", None) is not None]
-    numbers = [each.errno for each in chain if getattr(each, "errno", None)]
-    # hf_transfer has the numbers in its text only: "... (404 Not Found) ...", "... (os error 28)"
-    statuses += [int(digits) for digits in re.findall(r"\((\d{3}) [A-Z]", text)]
-    numbers += [int(digits) for digits in re.findall(r"os error (\d+)", text)]
-    short = f"HTTP {statuses[0]}" if statuses else text[:200] or type(error).__name__
-    return short, [*statuses, 0][0], [*numbers, 0][0]
 
 
 def run(main):
@@ -288,3 +230,68 @@ def parse(Config, name, value, where):
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
         wanted = " or ".join(str(choice).lower() for choice in choices) or names.get(kind, "a list")
         raise UserError(f"{f'{where}: ' if where else ''}{name} = {value!r} must be {wanted}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The hub: what its libraries are told, and what they say
+
+
+def keep_hub_files_here(folder="data/hub"):
+    """Has huggingface_hub and datasets keep what they fetch in `folder`.
+
+    By themselves they fill the home folder, which may lie on a small drive, and where nobody looks when the
+    project is deleted. Where HF_HOME or XDG_CACHE_HOME is set, the user has chosen a place, and it stays. To
+    be called before they are imported, which is when they look.
+    """
+    if not (os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME")):
+        os.environ.pop("HF_HOME", None)  # an empty one would mean the current folder
+        for part in ("hub", "datasets", "xet"):
+            name = f"HF_{part.upper()}_CACHE"
+            os.environ[name] = os.environ.get(name) or str(Path(folder).resolve() / part)
+    os.environ.setdefault("HF_HUB_DISABLE_SYMLINKS_WARNING", "1")  # Windows allows none, and nothing is lost
+
+
+def load_from_hub(name, revision=None, split=None):
+    """datasets.load_dataset(). What the host has to say comes first and soon, as datasets would wrap it."""
+    keep_hub_files_here()
+    import datasets
+    import huggingface_hub
+
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:  # a hanging host would cost minutes
+        huggingface_hub.HfApi().dataset_info(name, revision=revision, timeout=10)
+    return datasets.load_dataset(name, revision=revision, split=split)
+
+
+HINTS = {  # statuses that no repetition changes
+    401: "check its name, and log in with `hf auth login` if it is private",
+    403: "accept its terms on its page, and log in with `hf auth login`",
+    404: "check its name; a private one needs `hf auth login`, and a mirror may lack it",
+    410: "it has been removed; choose another",
+    451: "it is blocked for legal reasons where you are; choose another, or a mirror (HF_ENDPOINT)",
+}
+
+
+def explain(name, text, status):
+    """What to say of a download that failed as reason_of() tells it; `name` with its setting."""
+    hint = HINTS.get(status, "check its name, the network, and HF_ENDPOINT if it is set; against stalling "
+                             "HF_HUB_DISABLE_XET=1 helps. The same command goes on where it stopped")
+    return f"{name} cannot be downloaded ({text}): {hint}"
+
+
+def reason_of(error):
+    """(text, HTTP status or 0, errno or 0) of a failed download, on one line.
+
+    Libraries wrap what happened in errors of their own, and the outermost may only say that something did.
+    """
+    chain = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) and following not in chain:
+        chain.append(following)
+    texts = dict.fromkeys(" ".join(str(each).split()) for each in reversed(chain))  # the cause comes first
+    text = "; ".join(filter(None, texts))
+    statuses = [each.response.status_code for each in chain if getattr(each, "response", None) is not None]
+    numbers = [each.errno for each in chain if getattr(each, "errno", None)]
+    # hf_transfer has the numbers in its text only: "... (404 Not Found) ...", "... (os error 28)"
+    statuses += [int(digits) for digits in re.findall(r"\((\d{3}) [A-Z]", text)]
+    numbers += [int(digits) for digits in re.findall(r"os error (\d+)", text)]
+    short = f"HTTP {statuses[0]}" if statuses else text[:200] or type(error).__name__
+    return short, [*statuses, 0][0], [*numbers, 0][0]
