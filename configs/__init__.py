@@ -134,6 +134,7 @@ def run(main):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# The words of a command line and the values of a file
 
 
 def split_command_line(Config, words):
