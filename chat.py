@@ -22,9 +22,12 @@ import sys
 import time
 from dataclasses import dataclass
 
+# first, as it explains a package that is missing
+from configs import FOLDER, UserError, load, parse, run
+
+# isort: split
 import torch
 
-from configs import FOLDER, UserError, load, parse, run
 from model import (
     END,
     END_OF_TEXT,
@@ -352,8 +355,7 @@ def report(chat):
 
 def compare(config):
     """Prints a Markdown table: a row for each question, a column for each model's answer."""
-    questions = (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
-    asked = [config.prompt] if config.prompt else questions
+    asked = [config.prompt] if config.prompt else read_questions()
     config.seed = config.seed or 1  # so that all draw with the same luck, and the table can be had again
     header, columns = ["question"], [asked]
     for name in config.compare:
@@ -362,6 +364,11 @@ def compare(config):
         header.append(f"{name} ({model.info['kind']}, step {model.info['step']:,})")
         columns.append(answers(Chat(model, config), asked))
     print(table(header, zip(*columns)), end="")
+
+
+def read_questions():
+    """The lines of configs/questions.txt, which anyone may edit, in any editor."""
+    return (FOLDER / "questions.txt").read_text(encoding="utf-8-sig", errors="replace").splitlines()
 
 
 def answers(chat, questions):

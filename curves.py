@@ -16,9 +16,11 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
-
+# first, as it explains a package that is missing
 from configs import UserError, replacing, run
+
+# isort: split
+import numpy as np
 
 REFERENCE = Path(__file__).parent / "configs" / "reference_curves.csv"
 GPT2_HELLASWAG = 0.2955  # OpenAI's 124M, completion style, normalised per token (hellaswag.py)

@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+# first, as it explains a package that is missing
+import configs
+from configs import UserError, replacing
+
+# isort: split
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-import configs
-from configs import UserError, replacing
 from model import encode, load_model, pick_device
 
 DATASET = "Rowan/hellaswag"
@@ -112,8 +115,8 @@ def read_folder(path):
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{path} is no folder of `datasets` ({first_line(error)})") from None
         if isinstance(data, datasets.DatasetDict):
-            data = data["validation"] if "validation" in data else next(iter(data.values()))
-        return data.to_list()
+            data = data["validation"] if "validation" in data else next(iter(data.values()), [])
+        return list(data)
     files = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", ".jsonl"))
     # a copy of the hub's folder has train and test, too
     files = [file for file in files if "val" in file.name] or files
@@ -138,10 +141,10 @@ def download(path):
         with replacing(path) as file:
             data.to_parquet(file)
     except Exception as error:  # an HTTP status, a timeout, no name server, a full disk: a dozen classes
-        raise UserError(
-            f"HellaSwag cannot be fetched from the hub ({configs.reason_of(error)[0]}); "
-            f"try again later, or put the parquet file of {DATASET}'s validation split at {path}"
-        ) from error
+        text, status, _ = configs.reason_of(error)
+        again = "a mirror (HF_ENDPOINT) may have it" if status in configs.HINTS else "try again later"
+        raise UserError(f"HellaSwag cannot be fetched from the hub ({text}); {again}, or put the parquet "
+                        f"file of {DATASET}'s validation split at {path}") from error
     return path
 
 
@@ -364,7 +367,7 @@ def main():
         path = Path(config.save)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            configs.write_text(path, "".join(json.dumps(row) + "\n" for row in score["rows"]))
+            configs.write_text(path, "".join(json.dumps(row, default=str) + "\n" for row in score["rows"]))
         except OSError as error:
             raise UserError(f"save = {path} cannot be written: {error.strerror}") from None
         print(f"wrote {path}")

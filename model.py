@@ -452,10 +452,11 @@ def load_model(name, device="cpu", dtype=torch.float32):
         wte = state["transformer.wte.weight"].float()
         state["transformer.wte.weight"] = torch.cat([wte, wte.mean(dim=0).expand(VOCAB_SIZE - len(wte), -1)])
         config.vocab_size = VOCAB_SIZE
-    with NoInit():
-        model = GPT(config)
     weights = folder / "model.safetensors"
     try:
+        check_sizes(config, state)
+        with NoInit():
+            model = GPT(config)
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise UserError(f"{weights} does not hold the weights that its config.json announces: "
@@ -465,6 +466,18 @@ def load_model(name, device="cpu", dtype=torch.float32):
     model.info = {"kind": metadata.get("kind", "base"), "step": int(step) if step.isdecimal() else 0,
                   "date": date, "path": str(folder)}
     return model.to(device=device, dtype=dtype).eval()
+
+
+def check_sizes(config, state):
+    """Raises RuntimeError before a network is made whose sizes are nonsense, and would fill the memory."""
+    layers = len({key.split(".")[2] for key in state if key.startswith("transformer.h.")})
+    for key, rows in (("wte", config.vocab_size), ("wpe", config.block_size)):
+        wanted = (rows, config.n_embd)
+        tensor = state.get(f"transformer.{key}.weight")
+        if tensor is not None and tensor.shape != wanted:
+            raise RuntimeError(f"{key} is {tuple(tensor.shape)} and should be {wanted}")
+    if layers != config.n_layer:
+        raise RuntimeError(f"there are {layers} layers and should be {config.n_layer}")
 
 
 class NoInit(torch.overrides.TorchFunctionMode):
@@ -481,8 +494,8 @@ def find_model(name):
         if (folder / "config.json").is_file():
             return folder
     if Path(name).exists() or str(name).count("/") > 1 or "\\" in str(name):
-        raise UserError(f"{name} holds no model (config.json); `python train.py` makes out/train/model, and "
-                        "`python sft.py` out/sft/model of it")
+        raise UserError(f"{name or repr(name)} holds no model (config.json); `python train.py` makes "
+                        "out/train/model, and `python sft.py` out/sft/model of it")
     keep_hub_files_here()
     try:
         from huggingface_hub import snapshot_download
@@ -656,8 +669,9 @@ def check_sampling(temperature, top_k, top_p, repetition_penalty):
         raise UserError(f"top_k = {top_k} must be 0 (off) or more, e.g. 50")
     if not 0 <= top_p <= 1:
         raise UserError(f"top_p = {top_p} must be between 0 and 1 (off), e.g. 0.95")
-    if not 0 < repetition_penalty < math.inf:
-        raise UserError(f"repetition_penalty = {repetition_penalty} must be above 0; 1 is off, e.g. 1.1")
+    if not 0.01 <= repetition_penalty <= 100:
+        raise UserError(f"repetition_penalty = {repetition_penalty} must be between 0.01 and 100; 1 is off, "
+                        "e.g. 1.1")
 
 
 # ------------------------------------------------------------------------------------------------------------

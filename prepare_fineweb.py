@@ -36,8 +36,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
+# first, as it explains a package that is missing
 from configs import (
     HINTS,
     UNFINISHED,
@@ -50,6 +49,9 @@ from configs import (
     run,
     write_text,
 )
+
+# isort: split
+import numpy as np
 
 # `model` is imported where it is needed, as it imports torch: the process that downloads has no use for it.
 
@@ -151,6 +153,8 @@ def split_of(name):
 
 def lock_folder(folder, setting="out_dir"):
     """Takes a folder for this process until the file that is returned is closed, or the process has ended."""
+    if not str(folder):
+        raise UserError(f"{setting} is empty; name a folder with --{setting}=")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder) / ".lock", "a+b")  # noqa: SIM115 - open for as long as the run
@@ -182,7 +186,10 @@ def read_meta(data_dir):
     path = Path(data_dir) / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(meta, dict) and isinstance(meta.get("shards", []), (list, dict)):
+        found = meta.get("shards", []) if isinstance(meta, dict) else None
+        whole = {"name", "tokens", "sha256", "next"}
+        if isinstance(found, dict) or isinstance(found, list) and all(
+                isinstance(shard, dict) and whole <= set(shard) for shard in found):
             return meta
         problem = "there is no list of shards in it"
     except OSError as error:
@@ -246,9 +253,17 @@ def open_parquet(path):
         raise OSError(number, " ".join(str(error).split())[:200], str(path)) from error
 
 
+def open_text(path):
+    """UTF-8, or the UTF-16 of Windows' PowerShell and Notepad, which begins with a mark."""
+    with open(path, "rb") as file:
+        is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    return (open(path, encoding="utf-16", errors="replace") if is_utf16 else
+            open(path, encoding="utf-8-sig", errors="surrogateescape"))
+
+
 def read_jsonl(path, skip):
     size, number = max(path.stat().st_size, 1), 0
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open_text(path) as file:
         for line in file:
             if not line.strip():
                 continue
@@ -267,7 +282,7 @@ def read_jsonl(path, skip):
 def read_txt(path, skip):
     """A .txt is one document; one longer than TXT_DOCUMENT is several, cut at blank lines where it can be."""
     size, number, rest = max(path.stat().st_size, 1), 0, ""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open_text(path) as file:
         while rest or number == 0:
             rest += file.read(TXT_DOCUMENT + 1 - len(rest))
             end = len(rest)
@@ -373,6 +388,8 @@ def encode_document(text, easy=False):
         return [], "null" if text is None else "broken JSON" if isinstance(text, Exception) else "not a text"
     if not text.strip():
         return [], "empty"
+    if text.count("\0") > len(text) // 10:  # UTF-16 without its mark, or no text at all
+        return [], "full of NUL characters"
     try:
         if easy:
             return [easy_ids(part) for part in slices(text)], "encoded"
@@ -853,7 +870,7 @@ def prepare(config):
     is_local = config.source == "tiny" or config.source != "" and Path(config.source).exists()
     if config.source and not is_local and not out_dir.exists():  # before a folder is made for it
         raise UserError(f"source = {config.source!r}: there is no such file or folder")
-    with lock_folder(out_dir), disk_errors(out_dir):
+    with lock_folder(config.out_dir), disk_errors(out_dir):
         meta = earlier(out_dir, config)
         has_enough = meta and is_enough(meta, config)
         if is_local or not has_enough:  # a Local looks whether its files have changed since
@@ -891,10 +908,13 @@ def earlier(out_dir, config):
             raise UserError(f"{out_dir} has shards of unknown origin (no meta.json); choose another out_dir")
         return None
     meta = read_meta(out_dir)
+    if lost := {"files", "shards", "exhausted", "left_out"} - set(meta):
+        raise UserError(f"{out_dir / 'meta.json'} is damaged (it lacks {min(lost)}); choose another "
+                        "--out_dir, or delete it and its shards to start again")
     wanted = {"source": config.source or config.dataset, "val_tokens": config.val_tokens}
     wanted |= {} if config.source else {"subset": config.subset}
     for name, value in wanted.items():
-        if meta.get(name) != value:
+        if meta.get(name) != value and not (name == "source" and is_same_source(meta.get(name), value)):
             raise UserError(f"{out_dir} was prepared with {name} = {meta.get(name)!r}, not {value!r}: choose "
                             "another --out_dir, or delete its meta.json and its shards to start again")
     for number, shard in enumerate(meta["shards"]):
@@ -903,6 +923,11 @@ def earlier(out_dir, config):
             meta["shards"], meta["exhausted"] = meta["shards"][:number], False
             break
     return meta
+
+
+def is_same_source(one, other):
+    """Whether two spellings of a source mean the same: texts, ./texts and texts/ are one folder."""
+    return one == other or (Path(str(one)).exists() and Path(str(one)).resolve() == Path(other).resolve())
 
 
 def is_whole(out_dir, shard):
@@ -1038,8 +1063,9 @@ def verify(config):
 
     folder = Path(config.out_dir)
     meta = read_meta(folder) if (folder / "meta.json").exists() else {}
-    # sft.py's shards have no hashes
-    known = {shard["name"]: shard["sha256"] for shard in meta.get("shards", []) if isinstance(shard, dict)}
+    made = meta.get("shards", [])  # sft.py's by name
+    known = ({name: part.get("sha256", "") for name, part in made.items()} if isinstance(made, dict) else
+             {shard["name"]: shard["sha256"] for shard in made})
     names = sorted(set(known) | {path.name for path in folder.glob("*.bin")})
     if not names:
         raise UserError(f"there are no shards in {folder}")

@@ -29,6 +29,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+# first, as it explains a package that is missing
+from configs import UserError, explain, load, load_from_hub, reason_of, run, save, write_text
+
+# isort: split
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -36,7 +40,6 @@ from torch.nn import functional as F
 import chat
 import curves
 import train
-from configs import FOLDER, UserError, explain, load, load_from_hub, reason_of, run, save, write_text
 from model import (
     ASSISTANT,
     END,
@@ -56,11 +59,13 @@ from model import (
 from prepare_fineweb import (
     FULL_DISK,
     disk_errors,
+    is_same_source,
     local_files,
     lock_folder,
     map_in_order,
     read_meta,
     read_shard,
+    sha256_of,
     shards,
     split_of,
     write_shard,
@@ -216,7 +221,7 @@ def column_of(table, name):
         for row in rows:
             try:
                 yield column[row].as_py()
-            except UnicodeDecodeError:
+            except (ValueError, OverflowError):  # bytes that are no text; a date that Python does not have
                 yield None
     return len(column), fetch
 
@@ -248,19 +253,19 @@ def prepare(config):
     """
     data_dir, source = Path(config.data_dir), Path(config.source)
     is_local = config.source != "tiny" and source.exists()
-    files = local_files(source, OPENERS).values() if is_local else []
+    files = local_files(source, OPENERS) if is_local else {}
     meta = {"kind": "conversations", "source": config.source, "tokenizer": "gpt2", "complete": False,
-            "files": {str(path): path.stat().st_size for path in files}, "shards": {}}
+            "files": {name: path.stat().st_size for name, path in files.items()}, "shards": {}}
     if (data_dir / "meta.json").exists():
         there = read_meta(data_dir)
-        if any(there.get(key) != meta[key] for key in ("kind", "source")):
+        if there.get("kind") != meta["kind"] or not is_same_source(there.get("source"), config.source):
             raise UserError(f"data_dir = {data_dir} holds {there.get('kind', 'documents')} from "
                             f"{there.get('source')!r}, not conversations from source = {config.source!r}: "
                             "name that source, or another data_dir")
         if meta["files"] and meta["files"] != there.get("files"):
             raise UserError(f"the files of source = {config.source} have changed since {data_dir} was made "
                             f"of them: delete {data_dir}, or choose another --data_dir=")
-        meta = there
+        meta |= there
     if meta["complete"] and all((data_dir / name).exists() for name in meta["shards"]):
         return
     with lock_folder(data_dir, "data_dir"), disk_errors(data_dir):
@@ -302,7 +307,7 @@ def write_conversations(path, rows, fetch, workers):
     done = list(itertools.chain(*map_in_order(lambda batch: list(map(tokenise, batch)), batches, workers)))
     ids = [ids for ids, reason in done if not reason]
     return {"conversations": len(done), "used": len(ids), "tokens": write_shard(path, ids),
-            "unusable": Counter(reason for _, reason in done if reason)}
+            "sha256": sha256_of(path), "unusable": Counter(reason for _, reason in done if reason)}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -325,6 +330,7 @@ def load_split(data_dir, split, block_size):
     parts, offset, cut, dropped = [], 0, 0, 0
     for path in shards(data_dir, split):
         tokens = np.array(read_shard(path))
+        train.check_ids(path, tokens)
         start = np.flatnonzero(tokens == END_OF_TEXT)
         end = np.append(start[1:], len(tokens))
         stop = np.minimum(end, start + block_size + 1)  # one more than fits: the last id is a target only
@@ -446,6 +452,9 @@ def check_settings(config):
     """Raises UserError for a setting that cannot be, with a value that can."""
     train.check_bounds(config, {"tokens_per_step", "groups_per_step", "micro_batch_size", "block_size",
                                 "log_every", "sample_rows", "sample_tokens"})
+    train.check_folders(config)
+    if config.max_steps > 10**6:  # all of their rows are dealt beforehand
+        raise UserError(f"max_steps = {config.max_steps} must be at most 1000000")
     if not config.epochs and not config.max_steps:
         raise UserError("epochs = 0 and max_steps = 0 do not say how long to train; epochs = 2 does")
     unit = config.groups_per_step * config.micro_batch_size * config.block_size
@@ -529,7 +538,7 @@ def reply_quality(model, test, config):
 
 def write_answers(model, config, step):
     """Asks configs/questions.txt, adds the likeliest answers to the log, and rewrites answers.md from it."""
-    questions = (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
+    questions = chat.read_questions()
     settings = load(chat.Config, "chat", ["--temperature=0", "--repetition_penalty=1",
                                           f"--max_new_tokens={config.sample_tokens}"])
     model.eval()
@@ -564,7 +573,7 @@ def look(model, step, config, test, device, dtype, fence):
             loss = test_loss(model, test, config, device, dtype)
             train.append_log(config.out_dir, {"step": step, "val_loss": loss})
             parts.append(f"test loss {loss:.4f} per supervised token")
-    if due(config.hellaswag_every):
+    if due(config.hellaswag_every) and not fence.is_paused("HellaSwag"):
         with fence("HellaSwag", step):
             score = train.score_hellaswag(model, config, step, step * config.tokens_per_step)
             parts.append(f"HellaSwag {score:.1%}")
@@ -775,8 +784,7 @@ def run_tuning(config, stop):
         lock = lock_folder(config.out_dir) if rank == 0 and not config.plan else None  # noqa: F841 - kept
         if rank == 0:
             prepare(config)
-        if world > 1:
-            torch.distributed.barrier()  # the others wait for the data
+        train.wait_for_all(world)  # for the data
         data, test = (load_split(config.data_dir, split, config.block_size) for split in ("train", "val"))
         widths = choose_widths(data.length - 1, config.block_size)
         config, groups = plan_steps(config, data, widths)

@@ -29,9 +29,14 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 from typing import Literal
 
+# first, as it explains a package that is missing
+from configs import UserError, load, put_in_place, replacing, run, save, write_text
+
+# isort: split
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,7 +44,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import curves
 import hellaswag
 import prepare_fineweb
-from configs import UserError, load, put_in_place, replacing, run, save, write_text
 from model import (
     END_OF_TEXT,
     GPT,
@@ -106,7 +110,10 @@ class Config:
 
 # What a checkpoint may not be resumed with: these decide what the weights are and which rows come next.
 FIXED = {"init_from", "block_size", "n_layer", "n_head", "n_embd", "tokens_per_step", "optimizer", "seed"}
-HIGHEST = {"dropout": 1, "decay_fraction": 1, "min_lr_fraction": 1, "seed": 2**62}
+# beyond these it can only be a slip, and would end as some library's "out of memory"
+HIGHEST = {"dropout": 1, "decay_fraction": 1, "min_lr_fraction": 1, "seed": 2**62, "max_steps": 10**8,
+           "tokens_per_step": 2**31, "micro_batch_size": 2**20, "block_size": 2**20, "loss_chunk_rows": 2**31,
+           "n_layer": 10**4, "n_head": 10**4, "n_embd": 10**6}
 BAD_STEPS_IN_A_ROW = 5  # this many without a finite gradient, and the run is ill rather than unlucky
 RETRY_SAVE_STEPS = 20  # after a save that failed
 BIGGEST_ON_CPU = 50e6  # weights; 124M on a CPU takes months, so it must be asked for by name
@@ -144,10 +151,7 @@ class Rows:
             shard = int(np.searchsorted(self.first, row, side="right")) - 1
             start = int(row - self.first[shard]) * self.block_size
             out[i] = self.tokens[shard][start:start + self.block_size + 1]
-            if out[i].max() >= VOCAB_SIZE:
-                raise UserError(f"{self.paths[shard]} holds the id {out[i].max()}, but GPT-2's vocabulary "
-                                f"ends before {VOCAB_SIZE}: it was made with another tokenizer, or is "
-                                "damaged")
+            check_ids(self.paths[shard], out[i])
         return out
 
     def fingerprint(self):
@@ -155,6 +159,13 @@ class Rows:
         meta = self.paths[0].parent / "meta.json"
         sizes = json.dumps([(path.name, len(tokens)) for path, tokens in zip(self.paths, self.tokens)])
         return hashlib.sha256(sizes.encode() + (meta.read_bytes() if meta.exists() else b"")).hexdigest()
+
+
+def check_ids(path, tokens):
+    """Raises UserError if there are ids in a shard that the model has no row for: a GPU would just stop."""
+    if len(tokens) and tokens.max() >= VOCAB_SIZE:
+        raise UserError(f"{path} holds the id {tokens.max()}, but GPT-2's vocabulary ends before "
+                        f"{VOCAB_SIZE}: it was made with another tokenizer, or is damaged")
 
 
 def open_data(config, rank=0, world=1):
@@ -169,12 +180,11 @@ def open_data(config, rank=0, world=1):
                 prepare_fineweb.is_whole(config.data_dir, shard) for shard in meta.get("shards", [])):
             prepare_fineweb.prepare(load(prepare_fineweb.Config, "prepare_fineweb", [
                 f"--source={config.source}", f"--out_dir={config.data_dir}"]))
-        elif meta["source"] != config.source:
+        elif not prepare_fineweb.is_same_source(meta["source"], config.source):
             raise UserError(f"data_dir = {config.data_dir} was made from {meta['source']!r}, not from "
                             f"source = {config.source!r}: --source= (empty) trains on it as it is, and "
                             "another --data_dir is prepared anew")
-    if world > 1:
-        torch.distributed.barrier()  # the others wait for the data
+    wait_for_all(world)  # the others wait for the data
     rows = Rows(config.data_dir, "train", config.block_size)
     return rows, Rows(config.data_dir, "val", config.block_size) if config.eval_every else None
 
@@ -210,8 +220,15 @@ def check_bounds(config, at_least_1):
             raise UserError(f"{name} = {value} must be at least {low}{most}")
 
 
+def check_folders(config):
+    """Raises UserError if the run would share its folder with the data."""
+    if config.out_dir and Path(config.out_dir).resolve() == Path(config.data_dir).resolve():
+        raise UserError(f"out_dir = {config.out_dir} is data_dir, too; a run needs a folder of its own")
+
+
 def check_batch(config, world=1):
     """(rows per step of one process, rows per micro-batch); UserError for what cannot be, with what can."""
+    check_folders(config)
     check_bounds(config, {"tokens_per_step", "micro_batch_size", "block_size", "n_layer", "n_head", "n_embd",
                           "max_steps", "log_every"})
     if config.hours and not config.plan:
@@ -375,6 +392,8 @@ def load_checkpoint(out_dir):
     paths = [path for path in (Path(out_dir) / "ckpt.pt", Path(out_dir) / "ckpt_prev.pt") if path.exists()]
     for path in paths:
         try:
+            if damaged := zipfile.ZipFile(path).testzip():  # torch does not compare its checksums
+                raise ValueError(f"{damaged} has changed on the disk")
             state = torch.load(path, map_location="cpu", weights_only=True)
             if {"step", "settings", "origins", "model", "optimizers"} <= set(state):
                 return state
@@ -404,6 +423,7 @@ class Checkpoints:
     def __init__(self, config, model, optimizers, scaler, origins, fence, kind="base", fixed=FIXED):
         self.config, self.model, self.optimizers, self.scaler = config, model, optimizers, scaler
         self.origins, self.fence, self.kind, self.fixed = origins, fence, kind, fixed
+        self.folder = Path(config.out_dir) / "model"
         self.saved_step = 0
         self.next_step = self.after(0)
 
@@ -413,9 +433,13 @@ class Checkpoints:
     def resume(self):
         """(step, seconds of training so far) after putting the newest checkpoint, if any, into the run.
 
-        Lists the settings that changed since. Raises UserError if one in `fixed` did, or one of `origins`.
+        Lists the settings that changed since. Raises UserError if one in `fixed` did, or one of `origins`, or
+        if there is a model and no checkpoint: a new run would write over it.
         """
         state, config = load_checkpoint(self.config.out_dir), self.config
+        if state is None and (Path(config.out_dir) / "model").is_dir():
+            raise UserError(f"{config.out_dir} holds a model and no checkpoint to go on from, and a new run "
+                            "would write over it: choose another --out_dir=, or move it away")
         if state is None:
             return 0, 0.0
         old, new = state["settings"], dataclasses.asdict(config)
@@ -431,10 +455,15 @@ class Checkpoints:
                 raise UserError(f"{name} = {getattr(config, name)} is not what {config.out_dir} began with: "
                                 "its files have changed, and the checkpoint depends on them; put them back, "
                                 "or choose another --out_dir=")
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            groups = optimizer.state_dict()["param_groups"]  # rates and decay come from the settings
-            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        try:
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+                groups = optimizer.state_dict()["param_groups"]  # rates and decay come from the settings
+                optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"the checkpoint in {config.out_dir} is of another network "
+                            f"({' '.join(str(error).split())[:150]}): has model.py been changed since? "
+                            "Choose another --out_dir=") from None
         if state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
         say(f"goes on    at step {state['step']:,} of {config.out_dir}; to start over, delete it or choose "
@@ -446,10 +475,11 @@ class Checkpoints:
         return state["step"], state.get("trained_s", 0.0)
 
     def is_finished(self, step):
-        """Whether the last step was done and had its last look; a kill can come between the two."""
+        """Whether the last step was done, saved and looked at; a kill can come between."""
         with contextlib.suppress(UserError):
-            return step > self.config.max_steps or (step == self.config.max_steps and any(
-                row.get("event") == "end" for row in curves.read_log(self.config.out_dir)))
+            return step > self.config.max_steps or (
+                step == self.config.max_steps and (self.folder / "model.safetensors").exists()
+                and any(row.get("event") == "end" for row in curves.read_log(self.config.out_dir)))
         return False
 
     def save_if_due(self, step, trained_s, last):
@@ -482,12 +512,16 @@ class Checkpoints:
         return True
 
     def write_model(self, step):
-        """Rewrites out_dir/model. A failure is said each time: sft.py and chat.py would take the old."""
-        folder = Path(self.config.out_dir) / "model"
+        """Rewrites out_dir/model. A failure is said each time, as sft.py and chat.py would take the old; at
+        the last step it is a UserError: that model is what the run was for."""
         try:
-            save_model(self.model, folder, kind=self.kind, step=step)
+            save_model(self.model, self.folder, kind=self.kind, step=step)
         except Exception as error:  # safetensors has its own class; on Windows a chat may hold the file
-            self.fence.warn(step, f"{folder} is not rewritten: {' '.join(str(error).split())[:120]}")
+            problem = f"{self.folder} is not rewritten: {' '.join(str(error).split())[:120]}"
+            if step >= self.config.max_steps:
+                raise UserError(f"{problem}; the training is saved, and the same command writes it, once it "
+                                "can") from None
+            self.fence.warn(step, problem)
 
     def stop_if_ill(self, bad_in_a_row, step, trained_s, master):
         """Raises UserError after too many steps without a finite gradient, and saves the step before them."""
@@ -562,9 +596,15 @@ class Fence:
 
     def __init__(self, out_dir, model, stop):
         self.out_dir, self.model, self.stop, self.reported = out_dir, model, stop, set()
+        self.pause_ends_s = {}
+
+    def is_paused(self, what):
+        """Whether `what` failed so slowly (a host that hangs) that it is too early to try it again."""
+        return time.monotonic() < self.pause_ends_s.get(what, 0)
 
     @contextlib.contextmanager
     def __call__(self, what, step=0, breakable=True):
+        start_s = time.monotonic()
         try:
             self.stop.raises = breakable
             yield
@@ -573,6 +613,9 @@ class Fence:
             pass  # the stop is remembered in self.stop
         except (Exception, SystemExit) as error:
             self.stop.raises = False
+            failed_after_s = time.monotonic() - start_s
+            if failed_after_s > 5:
+                self.pause_ends_s[what] = time.monotonic() + 20 * failed_after_s
             if what not in self.reported:
                 self.reported.add(what)
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -665,9 +708,22 @@ def start_process(config):
 
 def add_up(tensors):
     """Sums each tensor over all processes, in place; in training the only place where they talk."""
-    try:
+    with if_another_ends():
         for work in [torch.distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
+
+
+def wait_for_all(world):
+    """Returns when every process has come here."""
+    if world > 1:
+        with if_another_ends():
+            torch.distributed.barrier()
+
+
+@contextlib.contextmanager
+def if_another_ends():
+    try:
+        yield
     except RuntimeError as error:
         raise UserError(f"another of the processes has ended, and says why "
                         f"({str(error).splitlines()[0][:100]})") from None
@@ -853,7 +909,7 @@ def look(model, step, config, rows, micro, device, dtype, fence):
         with fence("validation", step):
             val_loss = validation_loss(model, rows, config, micro, device, dtype)
             append_log(config.out_dir, {"step": step, "tokens": tokens_seen, "val_loss": val_loss})
-    if due(config.hellaswag_every):
+    if due(config.hellaswag_every) and not fence.is_paused("HellaSwag"):
         with fence("HellaSwag", step):
             score = score_hellaswag(model, config, step, tokens_seen)
     if due(config.sample_every):
@@ -1039,7 +1095,8 @@ def last_words(config, step, trained_s, stop):
         return 128 + (stop.signal or signal.SIGTERM)
     if step < config.max_steps or stop.signal:
         quoted = subprocess.list2cmdline if os.name == "nt" else shlex.join
-        say(f"stopped at step {step:,}, saved in {config.out_dir}; the same command goes on: python "
+        program = "python" if os.environ.get("WORLD_SIZE", "1") == "1" else "torchrun ..."
+        say(f"stopped at step {step:,}, saved in {config.out_dir}; the same command goes on: {program} "
             f"{quoted([Path(sys.argv[0]).name, *sys.argv[1:]])}")
         return 128 + (stop.signal or signal.SIGTERM)
     with contextlib.suppress(Exception):

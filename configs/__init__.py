@@ -24,6 +24,8 @@ import typing
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+PACKAGES = {"torch", "numpy", "tiktoken", "datasets", "huggingface_hub", "pyarrow", "tqdm", "safetensors",
+            "matplotlib"}
 UNFINISHED = ".unfinished"  # how a file is called that is being written; nobody else's files are called that
 # What other programs call a setting, without underscores, where the letters do not lead from theirs to ours.
 OTHER_NAMES = {"learningrate": "lr", "contextlength": "block_size", "seqlen": "block_size",
@@ -105,6 +107,18 @@ def put_in_place(temporary, path):
             if wait_s is None:
                 raise
             time.sleep(wait_s)
+
+
+def explain_at_exit(kind, error, trace):
+    """sys.excepthook: a forgotten environment, or Ctrl-C during the imports, is no bug and has no trace."""
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] in PACKAGES:
+        print(f"error: this Python ({sys.executable}) has no package {error.name}: activate the environment "
+              "that has it (README, Two commands), or pip install -r requirements.txt", file=sys.stderr)
+    elif not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = explain_at_exit  # from here on, so that the imports after this one are covered
 
 
 def run(main):
@@ -219,9 +233,10 @@ def parse(Config, name, value, where):
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
         if kind is str:
-            if isinstance(value, (bool, list, dict)):
+            if isinstance(value, (bool, list, dict)) or "\0" in str(value):
                 raise ValueError(value)
-            return str(value)
+            # bash expands no ~ after --out_dir=
+            return os.path.expanduser(value) if text.startswith("~/") and name != "prompt" else str(value)
         number = float(text)  # of True or a list it is a ValueError, too: `text` is "True"
         if not math.isfinite(number) or kind is int and number != int(number):
             raise ValueError

@@ -138,7 +138,8 @@ def test_overlays_are_a_file_or_a_folder_and_the_later_wins(script):
     ("max_steps = true", "whole number"), ("max_steps = [1]", "whole number"),
     ("compile = 1", "true or false"),
     ("out_dir = true", "must be text"), ("out_dir = ['a']", "must be text"), ("models = 3", "list"),
-    ("lr = nan", "a number"), ("lr = ", "not TOML"), ("[table]\nlr = 1", "table"), ("import os", "not TOML"),
+    ('out_dir = "a\\u0000b"', "must be text"), ("lr = nan", "a number"),
+    ("lr = ", "not TOML"), ("[table]\nlr = 1", "table"), ("import os", "not TOML"),
     ("lr = __import__('os').remove('x')", "not TOML"), ("optimizer = 'SGD'", "adamw or muon"),
 ])
 def test_a_mistake_in_a_file_names_the_file(text, says, script):
@@ -159,7 +160,7 @@ def test_files_from_windows_are_read(script):
 
 def test_the_settings_of_a_run_repeat_it(script):
     rng = random.Random(0)
-    letters = "ab \"'\\/#=[]{}\n\r\t\x00\x1b\x7f\x85\u2028éü日🙂\ufeff%$"
+    letters = "ab \"'\\/#=[]{}\n\r\t\x1b\x7f\x85\u2028éü日🙂\ufeff%$"
     for n in range(300):
         word = lambda: "".join(rng.choices(letters, k=rng.randrange(9)))
         config = Config(word(), rng.choice([0, -5, 10**12, 2**53 + 1]),
@@ -239,6 +240,28 @@ def test_an_output_that_takes_nothing_is_no_traceback(target):
     with open(target or os.devnull, "w", encoding="utf-8") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     assert "Traceback" not in done.stderr and done.returncode == bool(target)
+
+
+SCRIPTS = ["prepare_fineweb", "train", "hellaswag", "sft", "chat", "curves"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_package_that_is_missing_is_one_line(name):
+    # -I -S: without the environment's packages, as when it was not activated
+    code = f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['x', 'a']; " \
+           f"runpy.run_path({str(ROOT / name)!r} + '.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, encoding="utf-8",
+                          check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "has no package" in done.stderr and "requirements.txt" in done.stderr
+
+
+def test_ctrl_c_during_the_imports_is_quiet_and_a_bug_is_not(capsys):
+    for error, says in ((KeyboardInterrupt(), ""), (ValueError("a bug"), "a bug"),
+                        (ModuleNotFoundError("no", name="our_typo"), "ModuleNotFoundError")):
+        configs.explain_at_exit(type(error), error, None)
+        text = capsys.readouterr().err
+        assert says in text and bool(text) == bool(says)
 
 
 # ------------------------------------------------------------------------------------------------------------

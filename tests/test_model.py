@@ -479,6 +479,17 @@ def test_a_damaged_or_foreign_model_folder_is_one_line(damage, says, tmp_path):
     assert says in one_line(error) and str(tmp_path) in str(error.value) or says in ("n_head (5)",)
 
 
+@pytest.mark.parametrize("sizes", [{"vocab_size": 10**12}, {"n_positions": 10**12}, {"n_layer": 10**5},
+                                   {"n_embd": 10**19}])
+def test_sizes_that_no_memory_holds_are_one_line_and_soon(sizes, tmp_path):
+    save_model(small(block_size=8), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        load_model(tmp_path)
+    assert "does not hold the weights that its config.json announces" in one_line(error)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "someone/small-gpt2"])
 def test_a_model_on_the_hub_is_downloaded_once_and_is_that_model(name, tmp_path):
     """By huggingface_hub itself, from a hub on this machine."""

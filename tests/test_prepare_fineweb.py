@@ -295,6 +295,32 @@ def test_sources_are_searched_in_subfolders_and_in_the_order_of_names(tmp_path):
     assert list(contents(tmp_path / "out")) == ["in_train_000001.bin"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-8"])
+def test_text_is_read_in_the_encodings_that_windows_writes(tmp_path, encoding):
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("naïve 日本", "two"))
+    for name, text in (("a.txt", "naïve 日本 🙂"), ("b.jsonl", lines)):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(text, encoding=encoding)
+    prepare(tmp_path, source=tmp_path / "in", val_tokens=0)
+    assert tokens(tmp_path / "out", "train") == ids("naïve 日本 🙂") + ids("naïve 日本") + ids("two")
+
+
+def test_text_full_of_nul_characters_is_counted_and_left_out(tmp_path):
+    (tmp_path / "in.txt").write_bytes("hello there".encode("utf-16-le"))
+    with pytest.raises(UserError, match="1 full of NUL characters"):
+        prepare(tmp_path, source=tmp_path / "in.txt")
+
+
+def test_a_source_may_be_written_in_another_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parquet(texts(40), tmp_path / "in/a.parquet")
+    for source in ("in", "in/", "./in", str(tmp_path / "in")):
+        prepare(tmp_path, source=source)
+    parquet(texts(40), tmp_path / "other/a.parquet")
+    with pytest.raises(UserError, match="was prepared with source"):
+        prepare(tmp_path, source="other")
+
+
 @pytest.mark.parametrize("make, says", [
     (lambda folder: None, "no such file"),
     (lambda folder: (folder / "in").mkdir(), "holds no .parquet"),

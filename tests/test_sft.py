@@ -20,6 +20,7 @@ from hub import COMMIT, LocalHub, environment, parquet
 import chat
 import configs
 import curves
+import prepare_fineweb
 import sft
 import train
 from configs import UserError, load
@@ -618,12 +619,43 @@ def test_ids_and_mask_agree_with_transformers_chat_template_on_the_exported_fold
         assert (supervised(np.array(ids)) == learn).all()
 
 
+def test_a_shard_that_is_not_as_it_was_written_is_named(tmp_path, capsys):
+    config, _ = prepared(tmp_path)
+    verify = SimpleNamespace(out_dir=config.data_dir)
+    prepare_fineweb.verify(verify)
+    path = shards(config.data_dir, "train")[0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
+    with pytest.raises(UserError, match="1 of 2 shards"):
+        prepare_fineweb.verify(verify)
+    assert f"BAD   {path.name}" in capsys.readouterr().out
+    path.write_bytes(whole[:2000] + b"\x60\xea" + whole[2002:])
+    with pytest.raises(UserError, match=f"{path.name} holds the id 60000"):
+        sft.load_split(config.data_dir, "train", 64)
+    path.unlink()
+    with pytest.raises(UserError, match="1 of 2 shards"):
+        prepare_fineweb.verify(verify)
+
+
+def test_a_source_may_be_written_in_another_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, _ = prepared(Path())
+    before = Path("data/meta.json").read_bytes()
+    for source in ("chats/", "./chats", str(tmp_path / "chats")):
+        config.source = source
+        sft.prepare(config)
+    assert Path("data/meta.json").read_bytes() == before
+
+
 def test_settings_that_cannot_be_get_one_line_that_says_what_can(tmp_path, base, chats, sft_run, monkeypatch):
     for options, message in (
             (["--tokens_per_step=500"], "nearest is tokens_per_step = 512"),
             (["--groups_per_step=0"], "at least 1"),
             (["--block_size=65"], "at most 64"), (["--init_from=nowhere/at/all"], "holds no model"),
             (["--epochs=0", "--max_steps=0"], "how long to train"),
+            ([f"--out_dir={chats.parent / 'data'}"], "is data_dir, too"),
+            (["--out_dir="], "out_dir is empty"), (["--max_steps=1e8"], "at most 1000000"),
+            (["--loss_chunk_rows=1e20"], "loss_chunk_rows = .* at most"),
             (["--source=a/b/c"], "cannot be downloaded")):
         monkeypatch.setattr(sys, "argv", ["sft.py", *words(base, chats, tmp_path / "out", *options)])
         with pytest.raises(UserError, match=message):

@@ -590,8 +590,6 @@ FAULTS = [
     ("the log cannot be written", train, "append_log", raises(OSError(28, "No space left on device"))),
     ("the log cannot be read", curves, "read_log", raises(UserError("cannot read"))),
     ("the summary fails", curves, "summary", raises(ZeroDivisionError())),
-    ("the model folder cannot be written", train, "save_model",
-     raises(OSError(28, "No space left on device"))),
     ("the memory cannot be read", train, "memory_gb", raises(OSError("no such thing"))),
     ("the watch fails", train.Watch, "remarks", raises(ZeroDivisionError())),
     ("git is missing", subprocess, "run", raises(FileNotFoundError("git"))),
@@ -614,6 +612,47 @@ def test_nothing_optional_stops_a_run_or_changes_it(data, out, monkeypatch, caps
     told = [line.split(" failed, ")[0] for line in said.splitlines()
             if " failed, training goes on without" in line]
     assert len(told) == len(set(told))
+
+
+def test_a_model_that_cannot_be_written_is_warned_of_and_at_the_end_an_error_that_can_be_mended(
+        data, out, unbroken, monkeypatch, capsys):
+    with monkeypatch.context() as broken:
+        broken.setattr(train, "save_model", raises(OSError(28, "No space left on device")))
+        assert "the same command writes it" in run(data, out)
+    assert "is not rewritten" in capsys.readouterr().out and not (out / "model").exists()
+    assert run(data, out) == 0
+    assert equal(state(out)["model"], state(unbroken)["model"])
+    wanted = gpt.load_model(unbroken / "model").state_dict()
+    assert equal(gpt.load_model(out / "model").state_dict(), wanted)
+    assert "is finished" not in capsys.readouterr().out
+    shutil.rmtree(out / "model")  # deleted after the run: made again
+    assert run(data, out) == 0 and (out / "model/model.safetensors").exists()
+
+
+def test_a_model_without_its_checkpoint_is_not_written_over(data, out, unbroken):
+    shutil.copytree(unbroken, out, dirs_exist_ok=True)
+    for path in out.glob("ckpt*"):
+        path.unlink()
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert "holds a model and no checkpoint" in run(data, out)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_part_that_fails_slowly_is_left_alone_for_twenty_times_as_long(data, out, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    model = types.SimpleNamespace(train=lambda: None)
+    fence = train.Fence(out, model, types.SimpleNamespace(raises=False))
+    out.mkdir(exist_ok=True)
+    for seconds, paused in ((1, False), (60, True)):
+        with fence("HellaSwag"):
+            now[0] += seconds
+            raise TimeoutError
+        assert fence.is_paused("HellaSwag") == paused
+    now[0] += 20 * 60 - 1
+    assert fence.is_paused("HellaSwag")
+    now[0] += 2
+    assert not fence.is_paused("HellaSwag") and not fence.is_paused("samples")
 
 
 def test_a_fault_is_told_once_on_the_screen_and_in_the_log(data, out, monkeypatch, capsys):
@@ -810,8 +849,10 @@ def test_everything_in_a_checkpoint_loads_without_trusting_it(unbroken):
     assert not any("_orig_mod" in name or "module." in name for name in state(unbroken)["model"])
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[:len(whole) // 2], lambda whole: b"",
-                                    lambda whole: b"x" * 1000])
+@pytest.mark.parametrize("damage", [
+    lambda whole: whole[:len(whole) // 2], lambda whole: b"", lambda whole: b"x" * 1000,
+    lambda whole: whole[:9999] + bytes([whole[9999] ^ 1]) + whole[10000:]],
+    ids=["half", "nothing", "something else", "a bit"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(data, tmp_path, unbroken, capsys, damage):
     out = copy_run(unbroken, tmp_path / "copy")
     (out / "ckpt.pt").write_bytes(damage((out / "ckpt.pt").read_bytes()))
@@ -841,6 +882,14 @@ def copy_run(source, target):
     for name in ("ckpt.pt", "ckpt_prev.pt", "log.jsonl"):
         (target / name).write_bytes((source / name).read_bytes())
     return target
+
+
+def test_a_checkpoint_of_another_network_is_one_line(data, tmp_path, unbroken):
+    out = copy_run(unbroken, tmp_path / "copy")
+    whole = state(out)
+    whole["model"]["transformer.ln_final.weight"] = whole["model"].pop("transformer.ln_f.weight")
+    torch.save(whole, out / "ckpt.pt")
+    assert "of another network" in run(data, out, max_steps=9)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(data, tmp_path, unbroken):
