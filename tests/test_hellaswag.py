@@ -35,7 +35,7 @@ def random_model(block_size=128, seed=0, dropout=0.0):
 
 
 def assert_close(losses, wanted):
-    """Of losses around 100 nats, of a network that magnifies rounding: a token too many would be whole nats."""
+    """For losses around 100 nats of a network that magnifies rounding; a wrong token would be whole nats."""
     np.testing.assert_allclose(losses, wanted, rtol=1e-5, atol=1e-4)
 
 
