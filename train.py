@@ -392,7 +392,9 @@ def load_checkpoint(out_dir):
     paths = [path for path in (Path(out_dir) / "ckpt.pt", Path(out_dir) / "ckpt_prev.pt") if path.exists()]
     for path in paths:
         try:
-            if damaged := zipfile.ZipFile(path).testzip():  # torch does not compare its checksums
+            with zipfile.ZipFile(path) as file:  # closed, or Windows could not rename it below
+                damaged = file.testzip()  # torch does not compare its checksums
+            if damaged:
                 raise ValueError(f"{damaged} has changed on the disk")
             state = torch.load(path, map_location="cpu", weights_only=True)
             if {"step", "settings", "origins", "model", "optimizers"} <= set(state):
@@ -437,7 +439,7 @@ class Checkpoints:
         if there is a model and no checkpoint: a new run would write over it.
         """
         state, config = load_checkpoint(self.config.out_dir), self.config
-        if state is None and (Path(config.out_dir) / "model").is_dir():
+        if state is None and self.folder.is_dir():
             raise UserError(f"{config.out_dir} holds a model and no checkpoint to go on from, and a new run "
                             "would write over it: choose another --out_dir=, or move it away")
         if state is None:
@@ -539,6 +541,11 @@ class Checkpoints:
 # What may go wrong beside the training, and what may stop it
 
 
+def is_alone():
+    """Whether this is the only process of the run; torchrun tells each of its own how many there are."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 class StopSignals:
     """Ctrl-C, SIGTERM and a closed console ask the run to finish its step and save; a second leaves at once.
 
@@ -556,7 +563,7 @@ class StopSignals:
             self.watch_console()
 
     def handle(self, number, frame=None):
-        repeated_s, alone = time.monotonic() - self.came_s, os.environ.get("WORLD_SIZE", "1") == "1"
+        repeated_s, alone = time.monotonic() - self.came_s, is_alone()
         closed = number == getattr(signal, "SIGHUP", None)  # a closing terminal may send it twice
         self.hurry = alone and (self.hurry or closed)
         # torchrun repeats what was sent to all; and who closes the window after Ctrl-C still wants the save
@@ -578,7 +585,7 @@ class StopSignals:
         def on_event(event):
             if event not in (2, 5, 6):  # closed, logged off, shut down; Ctrl-C comes as a signal
                 return 0
-            self.hurry = os.environ.get("WORLD_SIZE", "1") == "1"
+            self.hurry = is_alone()
             _thread.interrupt_main(signal.SIGTERM)
             time.sleep(30)  # the main thread saves meanwhile
             return 1
@@ -1095,7 +1102,7 @@ def last_words(config, step, trained_s, stop):
         return 128 + (stop.signal or signal.SIGTERM)
     if step < config.max_steps or stop.signal:
         quoted = subprocess.list2cmdline if os.name == "nt" else shlex.join
-        program = "python" if os.environ.get("WORLD_SIZE", "1") == "1" else "torchrun ..."
+        program = "python" if is_alone() else "torchrun ..."
         say(f"stopped at step {step:,}, saved in {config.out_dir}; the same command goes on: {program} "
             f"{quoted([Path(sys.argv[0]).name, *sys.argv[1:]])}")
         return 128 + (stop.signal or signal.SIGTERM)
