@@ -602,8 +602,10 @@ def test_weights_stored_by_input_are_the_same_weights_and_still_tied():
     torch.testing.assert_close(turned(ids), gpt(ids))
 
 
+@pytest.mark.parametrize("emulated", [False, True])
 @torch.no_grad()
-def test_a_bf16_model_generates_what_its_own_logits_say():
+def test_a_bf16_model_generates_what_its_own_logits_say(emulated, monkeypatch):
+    monkeypatch.setattr(model, "EMULATES_BF16", emulated)
     gpt = small(spread=0.3).to(torch.bfloat16)
     ids, exact = some_ids(20).tolist(), small(spread=0.3)
     cache = KVCache(gpt)
@@ -612,6 +614,19 @@ def test_a_bf16_model_generates_what_its_own_logits_say():
         with torch.no_grad():
             wanted = exact(torch.tensor([ids[:n]]))[0, -1]
         assert (logits - wanted).norm() / wanted.norm() < 0.05
+
+
+@torch.no_grad()
+def test_where_bf16_is_emulated_many_rows_meet_bf16_weights_in_fp32_and_one_row_in_bf16(monkeypatch):
+    monkeypatch.setattr(model, "EMULATES_BF16", True)
+    gpt, seen, product = small(spread=0.1).to(torch.bfloat16), [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: (seen.append((x.dtype, rest[0].dtype)),
+                                                       product(x, *rest))[1])
+    for n, dtype in ((20, torch.float32), (1, torch.bfloat16)):
+        seen.clear()
+        x = gpt.hidden(some_ids(1, n))
+        assert x.dtype == torch.bfloat16
+        assert seen == [(dtype, dtype)] * 4 * gpt.config.n_layer
 
 
 def test_ids_that_are_not_in_use_are_never_written():
@@ -731,7 +746,8 @@ def test_a_sampling_setting_that_means_nothing_is_refused_by_name(options):
 def machine(monkeypatch):
     """Pretends to be another computer."""
     def pretend(cuda=False, cards=1, capability=(8, 9), arch=("sm_75", "sm_80", "sm_90", "sm_120"), mps=False,
-                bf16=True, emulated=True, cpu_bf16=False, built="13.0", driver=True):
+                bf16=True, emulated=True, cpu_bf16=False, cpu="AVX512", built="13.0",
+                driver=True):
         monkeypatch.setattr(torch, "cuda", SimpleNamespace(
             is_available=lambda: cuda, device_count=lambda: cards, get_arch_list=lambda: list(arch),
             get_device_capability=lambda device: capability,
@@ -741,6 +757,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name if driver else None)
         monkeypatch.setattr(model, "cpu_has_bf16", lambda: cpu_bf16)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
     return pretend
 
 
@@ -787,7 +804,9 @@ def test_a_device_that_is_not_there_is_one_line_with_what_to_do(asked, has, says
     ("cuda", False, {"bf16": False, "emulated": False}, torch.float16),
     ("cpu", True, {"cpu_bf16": True}, torch.float32),
     ("cpu", False, {"cpu_bf16": True}, torch.bfloat16),
-    ("cpu", False, {}, torch.float32),
+    ("cpu", False, {"cpu": "AVX2"}, torch.bfloat16),  # reads it faster, though it cannot multiply it
+    ("cpu", True, {"cpu": "AVX2"}, torch.float32),
+    ("cpu", False, {"cpu": "AVX512"}, torch.float32),
     ("mps", True, {}, torch.float32), ("mps", False, {}, torch.float32),
 ])
 def test_the_precision_is_what_the_hardware_has(device, training, has, got, machine):
