@@ -3,7 +3,9 @@
 run     python tests/bench.py                        every part but the slow ones, as one Markdown table
         python tests/bench.py train generate         these parts; --help lists them
         python tests/bench.py prepare --parquet=DIR  on your own parquet files instead of made-up ones
-time    about half an hour on two quiet cores; on CUDA the training parts also give tokens/s, MFU and memory
+        python tests/bench.py train --dtype=float32  only the rows in this precision
+time    about half an hour on two quiet cores, hours with bf16 on a CPU that has neither it nor AVX-512; on
+        CUDA the training parts also give tokens/s, MFU and memory
 
 Each side of a comparison is a process of its own, so its peak memory is its own too. The sides take turns,
 one repetition each, so whatever else the machine does meets both; the ratio is that of the medians, with its
@@ -32,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 SIZES = {"small": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256},
          "124M": {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}}
 BATCH = {"small": (8, 256), "124M": (1, 1024)}
-ON_CPU = ["--loss_chunk_rows=256"]  # as configs/tiny and configs/books set it
+CHUNK_ROWS = {"small": 256, "124M": 1024}  # of the loss, as measures best on a CPU; configs/tiny has 256
 LOOKS = ("eval", "hellaswag", "sample", "save")
 TOKENS_PER_STEP = 524_288
 STORY_TOKENS_PER_S = 120_000  # of an RTX 4090, for shares of a real step that cannot be measured here
@@ -271,6 +273,8 @@ def part_generate(args):
     tokens = {"prompt": 64, "new": args.new_tokens}
     for ours, theirs, wanted in (("float32", "float32", "0.95"), ("bfloat16", "bfloat16", "0.95"),
                                  ("chat", "float32", "1.35")):
+        if args.dtype not in (None, theirs):
+            continue
         mine, baseline, memory = compare(
             ("ours", generate_ours, {"dtype": ours, **tokens}),
             (f"transformers {theirs}", generate_transformers, {"dtype": theirs, **tokens}),
@@ -757,11 +761,11 @@ def part_train(args, compiled=False):
             ("124M", "bfloat16", "1.10", ""), ("124M", "float32", "1.25", "")):
         if compiled:
             wanted, memory = "1.00", "0.65"
-        if compiled and dtype == "float32":
+        if compiled and dtype == "float32" or args.dtype not in (None, dtype):
             continue
         step = {"size": size, "dtype": dtype}
         # the compiler unrolls the chunks: larger ones make a smaller graph
-        words = ["--loss_chunk_rows=512"] if compiled else ON_CPU
+        words = [f"--loss_chunk_rows={max(512, CHUNK_ROWS[size]) if compiled else CHUNK_ROWS[size]}"]
         ours, theirs, products = compare(
             ("ours", train_ours, {**step, "compiled": compiled, "words": words}),
             ("transformers", train_transformers, {**step, "compiled": compiled}),
@@ -829,15 +833,18 @@ def optimizer_once(model, optimizers, torch):
 
 
 def part_optimizer(args):
+    from model import EMULATES_BF16
+    dtype = "float32" if EMULATES_BF16 else "bfloat16"
     for name, share_wanted in (("adamw", ""), ("muon", " (wanted: below 3%)")):
         ours, theirs, step = compare(
             ("ours", optimizer_ours, {"optimizer": name}),
             ("torch.optim", optimizer_torch, {"optimizer": name}),
-            ("step", train_ours, {"size": "124M", "dtype": "bfloat16", "words": ON_CPU}), runs=args.runs)
+            ("step", train_ours, {"size": "124M", "dtype": dtype,
+                                  "words": [f"--loss_chunk_rows={CHUNK_ROWS['124M']}"]}), runs=args.runs)
         step_s = TOKENS_PER_STEP / step.rate
         yield row(f"optimizer step, {name}, 124M", "steps/s", ours, theirs,
                   note=f"{1 / ours.rate:.2f} s = {1 / ours.rate / step_s:.2%} of the {step_s:,.0f} s that "
-                       f"{TOKENS_PER_STEP:,} tokens take here{share_wanted}")
+                       f"{TOKENS_PER_STEP:,} tokens take here in {dtype}{share_wanted}")
 
 
 def part_long(args):
@@ -892,6 +899,8 @@ def main():
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each side")
     parser.add_argument("--parquet", help="prepare: a folder of parquet files, read four times over")
     parser.add_argument("--disk", help="checkpoint: a folder on the disk to write to")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"],
+                        help="train, compiled, generate: only the rows whose baseline has this precision")
     parser.add_argument("--questions", type=int, default=48, help="hellaswag: how many")
     parser.add_argument("--new_tokens", type=int, default=256, help="generate: how many")
     parser.add_argument("--steps", type=int, default=2000, help="long: how many")
