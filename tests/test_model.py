@@ -511,7 +511,9 @@ def test_a_model_on_the_hub_is_downloaded_once_and_is_that_model(name, tmp_path)
         second = python("-c", code, ROOT, name, HF_HUB_OFFLINE="1").stdout
     folder, total = first.split()
     assert second == first and Path(folder).parent.name == "models"
-    assert float(total) == float(small()(torch.arange(9)[None]).detach().double().sum())
+    # another process may have another number of threads, which add in another order
+    wanted = float(small()(torch.arange(9)[None]).detach().double().sum())
+    assert float(total) == pytest.approx(wanted, rel=1e-4)
     assert hub.downloads("model.safetensors") == 1 and hub.downloads("pytorch_model.bin") == 0
     assert not list((tmp_path / "home").iterdir()), "something was written outside the folder"
 
