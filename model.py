@@ -345,6 +345,7 @@ def summed_loss(x, weight, targets, chunk_rows=0):
         loss, grad_x = x.new_zeros((), dtype=torch.float32), []
         grad_w = torch.zeros_like(weight, dtype=torch.float32)  # bf16 would lose the small parts
         for rows, row_targets in zip(x_low.split(chunk_rows), targets.split(chunk_rows)):
+            logits = probs = grad = None  # the chunk before makes room for this one
             counted, target = (row_targets >= 0)[:, None], row_targets.clamp(min=0)[:, None]
             logits = (rows @ w_low.T).float()
             if logits.is_cpu and not torch.compiler.is_compiling():  # in place: passes over it are what costs
