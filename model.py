@@ -180,7 +180,7 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """nn.Linear. Where the CPU would emulate bf16, many times slower, several rows meet its weights in fp32."""
+    """nn.Linear. Where a CPU must emulate bf16, many times slower, several rows meet weights in fp32."""
 
     def forward(self, x):
         if EMULATES_BF16 and x.is_cpu and self.weight.dtype == torch.bfloat16 and x.numel() > x.size(-1):
