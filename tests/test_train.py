@@ -542,7 +542,9 @@ def test_query_key_and_value_are_three_matrices_to_muon():
     assert torch.allclose(fused, torch.cat(parts), atol=1e-4)
 
 
-def test_an_orthogonal_update_steps_equally_far_in_all_directions():
+@pytest.mark.parametrize("emulated", [False, True])
+def test_an_orthogonal_update_steps_equally_far_in_all_directions(emulated, monkeypatch):
+    monkeypatch.setattr(train, "EMULATES_BF16", emulated)
     torch.manual_seed(0)
     matrices = torch.randn(3, 24, 64) * torch.logspace(-2, 1, 64)
     values = torch.linalg.svdvals(train.orthogonalize(matrices))
