@@ -764,7 +764,7 @@ def cpu_has_bf16():
 def cpu_generates_in_bf16():
     """Whether a single row meets weights sooner in bf16 than in fp32: half as much is read from memory.
 
-    With AVX2 also where a CPU has no bf16 (1.8 times as fast), but not with AVX-512 (0.95; measured on one
+    With AVX2 also where a CPU has no bf16 (1.6 times as fast), but not with AVX-512 (0.94; measured on one
     of each): torch unpacks bf16 as it reads.
     """
     return cpu_has_bf16() or torch.backends.cpu.get_cpu_capability() == "AVX2"
