@@ -1,4 +1,4 @@
-"""What every test shares: the scripts on the path, two threads, no network, and nothing written outside
+"""What every test shares: the scripts on the path, one thread, no network, and nothing written outside
 tmp_path."""
 
 import os
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["OMP_NUM_THREADS"] = "1"  # two tests run side by side, and sums are the same everywhere
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a hub brings its own on 127.0.0.1
 os.environ.setdefault("MPLBACKEND", "Agg")
 

@@ -76,7 +76,7 @@ def environment(hub, home):
     """Of a process that uses this hub, and whose home folder is `home`: nothing should be written there."""
     home.mkdir(exist_ok=True)
     told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-    return told | {"HF_ENDPOINT": hub.url, "HOME": str(home), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "2"}
+    return told | {"HF_ENDPOINT": hub.url, "HOME": str(home), "PYTHONUTF8": "1"}
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -33,7 +33,7 @@ def imports(tree):
 
 
 def python(*words, **env):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **env}
     return subprocess.run([sys.executable, *words], capture_output=True, env=env, cwd=ROOT,
                           timeout=300, check=False)
 

@@ -91,15 +91,12 @@ def out(tmp_path):
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
-    """One thread, pictures that cost nothing, and afterwards the signal handlers of before."""
-    threads, handlers = torch.get_num_threads(), {number: signal.getsignal(number) for number in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    torch.set_num_threads(1)
+    """Pictures that cost nothing, and afterwards the signal handlers of before."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(curves, "draw", cheap_picture)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    torch.set_num_threads(threads)
     gc.unfreeze()
 
 
@@ -164,12 +161,10 @@ def same_run(out_a, out_b):
 @pytest.fixture(scope="session")
 def unbroken(data, tmp_path_factory):
     """out_dir of a run of the small settings that nothing disturbed."""
-    folder, threads, draw = tmp_path_factory.mktemp("unbroken"), torch.get_num_threads(), curves.draw
-    torch.set_num_threads(1)
+    folder, draw = tmp_path_factory.mktemp("unbroken"), curves.draw
     curves.draw = cheap_picture
     assert run(data, folder) == 0
     curves.draw = draw
-    torch.set_num_threads(threads)
     return folder
 
 
@@ -181,8 +176,7 @@ class Server:
     """Forks processes that have imported everything; none of them has computed anything before."""
 
     def __init__(self):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1",
-                       "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -212,7 +206,6 @@ def server():
 
 def serve():
     """Reads questions, forks, answers."""
-    torch.set_num_threads(1)
     modules = sorted(sys.modules)
     importlib.import_module("torch._dynamo")  # the first optimizer would import it, in every child anew
     gpt.tokenizer()

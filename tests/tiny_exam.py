@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import chat
-from configs import load
+from configs import load, run
 from configs.tiny import world
 
 PROMISED = {"facts": 0.90, "follow-ups": 0.80, "sums": 0.50, "ended": 0.99}
@@ -54,4 +54,4 @@ def main(model="out/tiny_sft/model", base="out/tiny/model"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(lambda: main(*sys.argv[1:]))
