@@ -313,6 +313,10 @@ FOLLOW_UPS = [
          "And the food it likes?"],
         ["What does it like to eat?", "And what food does it like?", "And tell me what it eats."]),
 ]  # fmt: skip
+# Around a first question. GPT-2 learns every position by itself: without these the numbers of a sum stood at
+# few, and in a wording with another one it read a number twice (9 of 100 right, 98 in a trained wording).
+FRAMES = ["{}", "{}", "Hello! {}", "Please help me. {}", "I have a question. {}", "{} Thank you.",
+          "{} I would like to know."]
 SYSTEM_TURNS = ["You are a helpful assistant.", "You are a friendly teacher.", "Answer in one sentence."]
 
 # Scenes: what someone does because the facts are so. The items below ask for the same habits in other words.
@@ -434,7 +438,8 @@ def follow_up(pair, asked, fact, rng):
 def conversations(split):
     """A list of {"messages": [{"role", "content"}, ...], "source": kind of question}.
 
-    split "train": in training wordings, some with a system turn, a change of subject, or a follow-up.
+    split "train": in training wordings, some with a system turn, words around the first question, a change of
+                   subject, or a follow-up.
     split "test":  every fact once in a held-out wording, every follow-up likewise. The last turn is the only
                    right answer, and the question before it has wordings that no training conversation has.
     """
@@ -455,6 +460,8 @@ def training_conversations(rng):
                 source = rng.choices(list(KINDS), weights)[0]
                 kind = KINDS[source]
                 messages += exchange(source, rng.choice(kind.asked), rng.choice(kind.facts))
+        first = next(turn for turn in messages if turn["role"] == "user")
+        first["content"] = rng.choice(FRAMES).format(first["content"])
         rows.append({"messages": messages, "source": source})
     return rows
 
