@@ -315,8 +315,8 @@ FOLLOW_UPS = [
 ]  # fmt: skip
 # Around a first question. GPT-2 learns every position by itself: without these the numbers of a sum stood at
 # few, and in a wording with another one it read a number twice (9 of 100 right, 98 in a trained wording).
-FRAMES = ["{}", "{}", "Hello! {}", "Please help me. {}", "I have a question. {}", "{} Thank you.",
-          "{} I would like to know."]
+OPENINGS = ["", "", "Hello! ", "Please help me. ", "I have a question. "]
+ENDINGS = ["", "", ", please", ", then", " now"]
 SYSTEM_TURNS = ["You are a helpful assistant.", "You are a friendly teacher.", "Answer in one sentence."]
 
 # Scenes: what someone does because the facts are so. The items below ask for the same habits in other words.
@@ -447,12 +447,13 @@ def conversations(split):
 
 
 def training_conversations(rng):
-    weights = [len(kind.facts) for kind in KINDS.values()]  # every fact as often as every other
+    # every fact as often as every other, but a sum, which no word gives away, twice
+    weights = [len(kind.facts) * (2 if name == "sum" else 1) for name, kind in KINDS.items()]
     rows = []
     for _ in range(N_CONVERSATIONS):
         messages = [{"role": "system", "content": rng.choice(SYSTEM_TURNS)}] if rng.random() < 0.1 else []
         source = ""
-        for _ in range(rng.choice([1, 1, 2, 3])):
+        for _ in range(rng.choice([1, 1, 2, 3, 6])):  # late positions, too
             if rng.random() < 0.3:
                 source, pair = "follow_up", rng.choice(FOLLOW_UPS)
                 messages += follow_up(pair, rng.choice(pair.asked), rng.choice(KINDS[pair.first].facts), rng)
@@ -461,7 +462,8 @@ def training_conversations(rng):
                 kind = KINDS[source]
                 messages += exchange(source, rng.choice(kind.asked), rng.choice(kind.facts))
         first = next(turn for turn in messages if turn["role"] == "user")
-        first["content"] = rng.choice(FRAMES).format(first["content"])
+        text = first["content"]
+        first["content"] = rng.choice(OPENINGS) + text[:-1] + rng.choice(ENDINGS) + text[-1]
         rows.append({"messages": messages, "source": source})
     return rows
 
