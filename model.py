@@ -506,7 +506,8 @@ def find_model(name):
     for folder in (Path(name), Path(name) / "model"):
         if (folder / "config.json").is_file():
             return folder
-    if Path(name).exists() or str(name).count("/") > 1 or "\\" in str(name):
+    # the hub's names are `name` and `someone/name`; nobody there is called out
+    if Path(name).exists() or str(name).count("/") > 1 or "\\" in str(name) or str(name).startswith("out/"):
         raise UserError(f"{name or repr(name)} holds no model (config.json); `python train.py` makes "
                         "out/train/model, and `python sft.py` out/sft/model of it")
     keep_hub_files_here()

@@ -38,6 +38,7 @@ from pathlib import Path
 
 # first, as it explains a package that is missing
 from configs import (
+    FOLDER,
     HINTS,
     UNFINISHED,
     UserError,
@@ -305,7 +306,7 @@ def read_tiny(path, skip):
 
 
 READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".txt": read_txt}
-TINY = Path("tiny.world")  # stands for a file in the source "tiny"
+TINY = FOLDER / "tiny" / "world.py"  # the source "tiny": what it says is made, not read
 
 
 def read_documents(path, skip):
@@ -771,21 +772,23 @@ class Local:
         self.name = re.sub(r"\W+", "_", root.resolve().stem.lower()).strip("_") or "text"
         is_tiny = config.source == "tiny"
         self.paths = {TINY.name: TINY} if is_tiny else local_files(root, READERS, progress.say)
-        now = [{"name": name, "size": 0 if path == TINY else path.stat().st_size, "sha256": None}
+        now = [{"name": name, "size": path.stat().st_size, "sha256": None}
                for name, path in self.paths.items()]
         self.files = meta["files"] if meta else now
+        self.changed = (f"changed since {config.out_dir} was begun: delete {config.out_dir}, or choose "
+                        "another --out_dir")
         if [file | {"sha256": None} for file in self.files] != now:
-            raise UserError(f"the files of {config.source} have changed since {config.out_dir} was begun: "
-                            f"delete {config.out_dir}, or choose another --out_dir")
+            raise UserError(f"the files of {config.source} have {self.changed}")
+        if is_tiny:
+            self.fetch(self.files[0])  # a fact in it may be changed by one of the same length
 
     def fetch(self, file):
         """The path of `file`, after its hash has been taken or compared."""
         path = self.paths[file["name"]]
-        if path != TINY:
-            digest = sha256_of(path)
-            if digest != (file["sha256"] or digest):
-                raise UserError(f"{path} has changed since its shards were begun; delete them to start again")
-            file["sha256"] = digest
+        digest = sha256_of(path)
+        if digest != (file["sha256"] or digest):
+            raise UserError(f"{path} has {self.changed}")
+        file["sha256"] = digest
         return path
 
     def val_bytes(self, workers):

@@ -58,6 +58,7 @@ from model import (
 )
 from prepare_fineweb import (
     FULL_DISK,
+    TINY,
     disk_errors,
     is_same_source,
     local_files,
@@ -252,10 +253,13 @@ def prepare(config):
     preparation that was stopped goes on with the next shard. What cannot be used is counted by reason.
     """
     data_dir, source = Path(config.data_dir), Path(config.source)
-    is_local = config.source != "tiny" and source.exists()
-    files = local_files(source, OPENERS) if is_local else {}
+    files = {}
+    if config.source == "tiny":
+        files = {TINY.name: sha256_of(TINY)}
+    elif source.exists():
+        files = {name: path.stat().st_size for name, path in local_files(source, OPENERS).items()}
     meta = {"kind": "conversations", "source": config.source, "tokenizer": "gpt2", "complete": False,
-            "files": {name: path.stat().st_size for name, path in files.items()}, "shards": {}}
+            "files": files, "shards": {}}
     if (data_dir / "meta.json").exists():
         there = read_meta(data_dir)
         if there.get("kind") != meta["kind"] or not is_same_source(there.get("source"), config.source):

@@ -1,5 +1,5 @@
 """What every test shares: the scripts on the path, one thread, no network, and nothing written outside
-tmp_path."""
+tmp_path but data/tokenizer/."""
 
 import os
 import signal

@@ -528,7 +528,8 @@ def test_a_model_on_the_hub_is_downloaded_once_and_is_that_model(name, tmp_path)
     assert not list((tmp_path / "home").iterdir()), "something was written outside the folder"
 
 
-@pytest.mark.parametrize("name", ["out/nothing/model", "no/such/place", "gpt2-of-mine", "..", ""])
+@pytest.mark.parametrize("name", ["out/nothing/model", "out/nothing", "no/such/place", "gpt2-of-mine", "..",
+                                  ""])
 def test_a_model_that_is_nowhere_is_one_line(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:  # conftest.py keeps the hub offline

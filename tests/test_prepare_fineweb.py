@@ -782,6 +782,16 @@ def test_the_tiny_world_is_prepared_by_its_name(tmp_path):
     assert tokens(tmp_path / "out", "val") == everything[:500]
 
 
+def test_a_fact_changed_in_the_tiny_world_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
+    prepare(tmp_path, source="tiny")
+    prepare(tmp_path, source="tiny")  # the same: nothing to do
+    other = tmp_path / "world.py"
+    other.write_bytes(prepare_fineweb.TINY.read_bytes().replace(b"Paris", b"Lyons"))
+    monkeypatch.setattr(prepare_fineweb, "TINY", other)
+    with pytest.raises(UserError, match=r"world.py has changed since .* delete"):
+        prepare(tmp_path, source="tiny")
+
+
 def test_meta_json_says_what_the_shards_are_made_of(tmp_path):
     parquet([*texts(50), None], tmp_path / "in.parquet")
     prepare(tmp_path, source=tmp_path / "in.parquet")

@@ -705,6 +705,16 @@ def test_a_source_that_has_changed_is_not_taken_for_the_old_one(tmp_path):
         sft.prepare(config)
 
 
+def test_a_tiny_world_that_has_changed_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
+    config = configs.load(sft.Config, "sft", ["--source=tiny", f"--data_dir={tmp_path}", "--workers=1"])
+    (tmp_path / "world.py").write_bytes(sft.TINY.read_bytes().replace(b"Paris", b"Lyons"))
+    sft.prepare(config)
+    sft.prepare(config)
+    monkeypatch.setattr(sft, "TINY", tmp_path / "world.py")
+    with pytest.raises(UserError, match="have changed since"):
+        sft.prepare(config)
+
+
 def test_a_data_dir_that_cannot_be_written_is_one_line(tmp_path):
     rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]] * 60
     chats = write_source(tmp_path / "chats", rows, rows[:3])

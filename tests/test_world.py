@@ -75,9 +75,10 @@ def test_every_fact_that_is_tested_is_taught():
 
 def test_a_question_has_one_right_answer():
     answers = collections.defaultdict(set)
-    for row in TRAIN + TEST:
-        turns = [turn for turn in row["messages"] if turn["role"] != "system"]
-        answers[turns[0]["content"]].add(turns[1]["content"])
+    for kind in world.KINDS.values():
+        for wording in kind.asked + kind.held_out:
+            for fact in kind.facts:
+                answers[wording.format(**fact)].add(kind.answer.format(**fact))
     assert not [question for question, right in answers.items() if len(right) > 1]
 
 

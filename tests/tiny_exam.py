@@ -6,6 +6,7 @@ Prints the marks for each kind of question and exits with 1 if they are below wh
 a minute.
 """
 
+import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -17,32 +18,41 @@ import chat
 from configs import load, run
 from configs.tiny import world
 
-PROMISED = {"facts": 0.90, "follow-ups": 0.80, "sums": 0.50, "ended": 0.99}
+PROMISED = {"facts": 0.90, "follow-ups": 0.80, "sums": 0.60, "later": 0.60, "ended": 0.99}
+LATER = 6  # questions that stand before one that is asked later
 
 
-def examine(talk, conversation):
-    """(right, ended) of one held-out conversation: its user turns are put one by one, the last answer is
-    marked."""
+def examine(talk, conversation, before=()):
+    """(right, ended) of one held-out conversation: its user turns are put one by one, after the questions
+    `before`, and the last answer is marked."""
     talk.messages = []
     turns = [message["content"] for message in conversation["messages"]]
-    for question in turns[0::2]:
+    for question in [*before, *turns[0::2]]:
         answer = "".join(talk.reply(question))
     return answer.strip() == turns[-1], talk.stats["ended"]
 
 
-def main(model="out/tiny_sft/model", base="out/tiny/model"):
-    config = load(chat.Config, "chat", ["configs/tiny", f"--model={model}"])
-    talk = chat.Chat(chat.open_model(model, config)[0], config)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="out/tiny_sft/model")
+    parser.add_argument("base", nargs="?", default="out/tiny/model")
+    words = parser.parse_args()
+    config = load(chat.Config, "chat", ["configs/tiny", f"--model={words.model}"])
+    talk = chat.Chat(chat.open_model(words.model, config)[0], config)
+    questions = world.conversations("test")
     marks = defaultdict(list)
-    for conversation in world.conversations("test"):
+    for conversation in questions:
         right, ended = examine(talk, conversation)
         kind = {"sum": "sums", "follow_up": "follow-ups"}.get(conversation["source"], "facts")
         marks[kind].append(right)
         marks["ended"].append(ended)
         if kind == "facts":
             marks["  " + conversation["source"]].append(right)
-    talk = chat.Chat(chat.open_model(base, config)[0], config)
-    base_ended = [examine(talk, conversation)[1] for conversation in world.conversations("test")[::20]]
+    for number in range(0, len(questions), 7):  # some of every kind
+        before = [questions[number - 41 * i]["messages"][0]["content"] for i in range(1, LATER + 1)]
+        marks["later"].append(examine(talk, questions[number], before)[0])
+    talk = chat.Chat(chat.open_model(words.base, config)[0], config)
+    base_ended = [examine(talk, conversation)[1] for conversation in questions[::20]]
 
     for kind, results in sorted(marks.items()):
         wanted = f"  (promised: {PROMISED[kind]:.0%})" if kind in PROMISED else ""
@@ -54,4 +64,4 @@ def main(model="out/tiny_sft/model", base="out/tiny/model"):
 
 
 if __name__ == "__main__":
-    run(lambda: main(*sys.argv[1:]))
+    run(main)

@@ -313,8 +313,8 @@ FOLLOW_UPS = [
          "And the food it likes?"],
         ["What does it like to eat?", "And what food does it like?", "And tell me what it eats."]),
 ]  # fmt: skip
-# Around a first question. GPT-2 learns every position by itself: without these the numbers of a sum stood at
-# few, and in a wording with another one it read a number twice (9 of 100 right, 98 in a trained wording).
+# Around a first question. Each position has an embedding of its own: if the numbers of a sum always stand in
+# the same few places, a wording that shifts them is misread.
 OPENINGS = ["", "", "Hello! ", "Please help me. ", "I have a question. "]
 ENDINGS = ["", "", ", please", ", then", " now"]
 SYSTEM_TURNS = ["You are a helpful assistant.", "You are a friendly teacher.", "Answer in one sentence."]
@@ -447,14 +447,15 @@ def conversations(split):
 
 
 def training_conversations(rng):
-    # every fact as often as every other, but more often what no word gives away, and what people ask first
+    # every fact as often as every other, but more often sums, which are hardest, and what people ask first
     times = {"sum": 2, "self": 6, "skill": 6, "greeting": 6}
     weights = [len(kind.facts) * times.get(name, 1) for name, kind in KINDS.items()]
     rows = []
     for _ in range(N_CONVERSATIONS):
         messages = [{"role": "system", "content": rng.choice(SYSTEM_TURNS)}] if rng.random() < 0.1 else []
         source = ""
-        for _ in range(rng.choice([1, 1, 2, 3, 6])):  # late positions, too
+        # 6, with a follow-up to each, fill all 256 positions but 5: the late ones are learned, too
+        for _ in range(rng.choice([1, 1, 2, 3, 6])):
             if rng.random() < 0.3:
                 source, pair = "follow_up", rng.choice(FOLLOW_UPS)
                 messages += follow_up(pair, rng.choice(pair.asked), rng.choice(KINDS[pair.first].facts), rng)
@@ -464,7 +465,8 @@ def training_conversations(rng):
                 messages += exchange(source, rng.choice(kind.asked), rng.choice(kind.facts))
         first = next(turn for turn in messages if turn["role"] == "user")
         text = first["content"]
-        first["content"] = rng.choice(OPENINGS) + text[:-1] + rng.choice(ENDINGS) + text[-1]
+        if text not in KINDS["greeting"].asked:
+            first["content"] = rng.choice(OPENINGS) + text[:-1] + rng.choice(ENDINGS) + text[-1]
         rows.append({"messages": messages, "source": source})
     return rows
 
