@@ -465,8 +465,7 @@ def training_conversations(rng):
                 messages += exchange(source, rng.choice(kind.asked), rng.choice(kind.facts))
         first = next(turn for turn in messages if turn["role"] == "user")
         text = first["content"]
-        if text not in KINDS["greeting"].asked:
-            first["content"] = rng.choice(OPENINGS) + text[:-1] + rng.choice(ENDINGS) + text[-1]
+        first["content"] = rng.choice(OPENINGS) + text[:-1] + rng.choice(ENDINGS) + text[-1]
         rows.append({"messages": messages, "source": source})
     return rows
 
