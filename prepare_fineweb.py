@@ -798,6 +798,11 @@ class Local:
         """Nothing: these files are not ours to remove."""
 
 
+def is_todays_world(meta):
+    """Whether shards of the source "tiny" hold what configs/tiny/world.py says now."""
+    return [file["sha256"] for file in meta.get("files", [])] == [sha256_of(TINY)]
+
+
 def local_files(root, suffixes, say=lambda line: None):
     """{name: path} of the files under `root` with one of the suffixes, in the order of the names."""
     if root.is_file():

@@ -185,6 +185,9 @@ def open_data(config, rank=0, world=1):
             raise UserError(f"data_dir = {config.data_dir} was made from {meta['source']!r}, not from "
                             f"source = {config.source!r}: --source= (empty) trains on it as it is, and "
                             "another --data_dir is prepared anew")
+        elif config.source == "tiny" and not prepare_fineweb.is_todays_world(meta):  # no reason not to go on
+            say(f"world     configs/tiny/world.py has changed since {config.data_dir} was made of it; delete "
+                f"{config.data_dir} to train on what it says now")
     wait_for_all(world)  # the others wait for the data
     rows = Rows(config.data_dir, "train", config.block_size)
     return rows, Rows(config.data_dir, "val", config.block_size) if config.eval_every else None

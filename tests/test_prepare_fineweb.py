@@ -785,9 +785,11 @@ def test_the_tiny_world_is_prepared_by_its_name(tmp_path):
 def test_a_fact_changed_in_the_tiny_world_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
     prepare(tmp_path, source="tiny")
     prepare(tmp_path, source="tiny")  # the same: nothing to do
+    assert prepare_fineweb.is_todays_world(prepare_fineweb.read_meta(tmp_path / "out"))
     other = tmp_path / "world.py"
     other.write_bytes(prepare_fineweb.TINY.read_bytes().replace(b"Paris", b"Lyons"))
     monkeypatch.setattr(prepare_fineweb, "TINY", other)
+    assert not prepare_fineweb.is_todays_world(prepare_fineweb.read_meta(tmp_path / "out"))
     with pytest.raises(UserError, match=r"world.py has changed since .* delete"):
         prepare(tmp_path, source="tiny")
 

@@ -1343,7 +1343,7 @@ def test_importing_train_brings_nothing_that_is_not_needed(server):
                           "huggingface_hub", "torch._inductor"}
 
 
-def test_the_tiny_world_is_made_when_it_is_missing(tmp_path, monkeypatch):
+def test_the_tiny_world_is_made_when_it_is_missing_and_its_change_is_told(tmp_path, monkeypatch, capsys):
     made = []
 
     def prepare(config):
@@ -1358,6 +1358,7 @@ def test_the_tiny_world_is_made_when_it_is_missing(tmp_path, monkeypatch):
     assert len(train.open_data(config)[0]) == 2
     assert len(train.open_data(config)[0]) == 2
     assert [(each.source, each.out_dir) for each in made] == [("tiny", str(tmp_path))]
+    assert capsys.readouterr().out.count("world.py has changed since") == 1  # such a meta.json names no world
     with pytest.raises(UserError, match="was made from 'tiny', not from source = 'my_texts'"):
         train.open_data(dataclasses.replace(config, source="my_texts"))
     meta = {"kind": "conversations", "source": "tiny", "shards": {"a_train_000001.bin": {}}}
