@@ -49,6 +49,7 @@ def main():
         if kind == "facts":
             marks["  " + conversation["source"]].append(right)
     for number in range(0, len(questions), 7):  # some of every kind
+        # others from far away in the list, which is sorted by kind
         before = [questions[number - 41 * i]["messages"][0]["content"] for i in range(1, LATER + 1)]
         marks["later"].append(examine(talk, questions[number], before)[0])
     talk = chat.Chat(chat.open_model(words.base, config)[0], config)
